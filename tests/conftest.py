@@ -31,6 +31,7 @@ GRACE = 5.0
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ROUNDELAY_CORES", "2")
+os.environ.setdefault("ROUNDELAY_RUNS", "none")
 torch.set_num_threads(1)
 
 # The same examples on every machine, however busy: a slow minute is no failure.

@@ -25,7 +25,7 @@ from typing import Any
 
 import roundelay
 from benchmarks.common import machine, table
-from roundelay.cli.job_file import load_job
+from roundelay.api.job_file import load_job
 from roundelay.frontend.export_adapter import default_inputs
 
 HERE = Path(__file__).parent

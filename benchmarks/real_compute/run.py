@@ -28,7 +28,7 @@ JOBS = {"char_gpt": ROOT / "examples" / "char_gpt.py", "GPT-2": HERE / "gpt2.py"
 PLAIN = """
 import sys
 from roundelay.api.plain_baseline import measure
-from roundelay.cli.job_file import load_job
+from roundelay.api.job_file import load_job
 from pathlib import Path
 path, threads = Path(sys.argv[1]), int(sys.argv[2])
 print(measure(load_job(path, 0), 0, threads))

@@ -20,7 +20,7 @@ from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.overhead.run import TRANSPORTS, session
 from roundelay import capture, plan
 from roundelay.api.events import Event, Updated
-from roundelay.cli.job_file import load_job
+from roundelay.api.job_file import load_job
 
 WORKERS = 4
 LIMIT_S = 120.0

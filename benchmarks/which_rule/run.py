@@ -132,7 +132,7 @@ def trained(rule: str, depth: int, micro_batches: int, steps: int, seeds: Sequen
         made = job(seed)
         choices: dict[str, Any] = {"workers": depth, "rule": rule, "micro_batches": micro_batches, "threads": 1}
         plan = plan or roundelay.plan(made, cuts="flops", **choices)
-        roundelay.train(made, plan=plan, steps=steps, check="off")
+        roundelay.train(made, plan=plan, steps=steps, check="off", out=False, progress=False)
         losses.append(held_out(made.model))
     assert plan is not None
     simulated = roundelay.simulate(equalised(plan), batches=32)

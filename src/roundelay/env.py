@@ -8,6 +8,8 @@
 
 ``ROUNDELAY_CORES``: how many cores this machine counts as having; otherwise see :mod:`roundelay.cores`.
 
+``ROUNDELAY_RUNS``: parent of the folders of runs from Python, or ``none``; otherwise see :func:`runs_folder`.
+
 ``OMP_NUM_THREADS``: torch's intra-op threads, as the person has set them; see :func:`omp_threads`.
 
 ``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :mod:`roundelay.launchers`.
@@ -28,6 +30,7 @@ VARIABLES = {
     "ROUNDELAY_CORES": "how many cores this machine counts as having",
     "ROUNDELAY_DEBUG": "shows on stderr what a run is made of, from 0 (nothing) to 4 (every event)",
     "ROUNDELAY_MALLOC": "`keep` leaves the C library's settings for memory alone",
+    "ROUNDELAY_RUNS": "parent of the folders of runs by `roundelay.train()`, `runs` by default; `none` writes none",
 }
 """Roundelay's own variables, and what each does."""
 
@@ -38,6 +41,12 @@ LEVELS = {
     "3": "also programs",
     "4": "also events",
 }
+
+
+def runs_folder() -> Path | None:
+    """Where ``roundelay.train`` makes a run's folder by default; None: it makes none."""
+    text = os.environ.get("ROUNDELAY_RUNS") or "runs"
+    return None if text == "none" else Path(text)
 
 
 def level() -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
@@ -43,6 +43,28 @@ class Peekable:
         return self.batches(epoch)
 
 
+@final
+class EveryEpoch:
+    """A loader, or what else can be iterated again, whose batches are those of every epoch.
+
+    Args:
+        source: it; ``set_epoch`` of it, its samplers and its data set is called with each epoch's number.
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self.source = source
+
+    def __call__(self, epoch: int) -> Iterable[Any]:
+        """The batches of an epoch."""
+        sampled = getattr(self.source, "batch_sampler", None)
+        parts = (self.source, getattr(self.source, "sampler", None), sampled, getattr(sampled, "sampler", None))
+        known = {id(part): part for part in (*parts, getattr(self.source, "dataset", None))}
+        for part in known.values():
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        return self.source
+
+
 class StopTraining(Exception):
     """Raised by ``evaluate``, or by ``on_update``, to have the training end early and in good order.
 
@@ -68,8 +90,9 @@ class Job:
             that mode already, parts of it that are in eval mode (a BatchNorm whose statistics stay) are left in it.
         loss: (outputs, batch) -> the mean over the micro-batch's rows, or (sum, count) when it averages over
             something else than rows; or a dict of such a ``loss`` and metrics beside it, in either form.
-        batches: epoch number -> iterable of dicts or tuples of tensors, batch dimension first. Lists and arrays beside
-            them that are as long as the batch (its texts) are cut with it, for ``inputs``; the loss reads tensors only.
+        batches: a DataLoader, or what else can be iterated again; or a function, epoch number -> iterable. Batches are
+            dicts, tuples or objects of tensors, batch dimension first. Lists and arrays beside them that are as long as
+            the batch (its texts) are cut with it, for ``inputs``; the loss reads tensors and numbers only.
         optimizer: list of (name, parameter) -> torch optimizer; names make parameter groups possible.
         inputs: batch -> (args, kwargs) of the model's call; by default all of a tuple but its last, or all of a dict.
         scheduler: optimizer -> torch learning-rate scheduler, stepped after every update; a ``ReduceLROnPlateau`` after
@@ -91,7 +114,7 @@ class Job:
 
     model: torch.nn.Module
     loss: Callable[[Any, Any], Any]
-    batches: Batches
+    batches: Batches | Iterable[Any]
     optimizer: OptimizerFactory
     inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     scheduler: SchedulerFactory | None = None
@@ -102,7 +125,14 @@ class Job:
     ema: float | None = None
     steps: int | None = None
 
+    @property
+    def loader(self) -> Batches:
+        """``batches`` as a function of the epoch."""
+        return cast("Batches", self.batches)
+
     def __post_init__(self) -> None:
         given: Any = self.batches
+        if not callable(given) and isinstance(given, Iterable) and not isinstance(given, Iterator):
+            given = EveryEpoch(given)
         if callable(given) and not isinstance(given, Peekable):  # else it is refused by its name, later
             object.__setattr__(self, "batches", Peekable(given))

@@ -10,7 +10,7 @@ import torch
 
 import roundelay
 from benchmarks.datasets import cifar
-from roundelay.cli.job_file import load_job
+from roundelay.api.job_file import load_job
 from roundelay.errors import JobError
 from tests.benchmarks.test_datasets import write_cifar, write_imdb, write_tiny_imagenet
 from tests.benchmarks.test_imagenet import write_imagenet

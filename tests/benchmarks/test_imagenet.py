@@ -20,8 +20,8 @@ from benchmarks.networks.resnet import Basic, residual
 from roundelay.api.comparison import Compared
 from roundelay.api.comparison_table import curves_csv
 from roundelay.api.comparison_variants import OWN, Variant
+from roundelay.api.job_file import load_job
 from roundelay.api.run_results import Point, RunResult
-from roundelay.cli.job_file import load_job
 from roundelay.errors import JobError
 
 JOB = Path(__file__).parents[2] / "benchmarks" / "cdp" / "jobs" / "imagenet.py"

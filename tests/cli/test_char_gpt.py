@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay.cli.job_file import load_job
+from roundelay.api.job_file import load_job
 from roundelay.ir.graph import Graph
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"

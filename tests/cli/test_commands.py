@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from roundelay.api.job_file import job_maker
 from roundelay.checkpoint.checkpoint import load
-from roundelay.cli.job_file import job_maker
 from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import rules

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.api.job_file import job_maker
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.job_file import job_maker
 from roundelay.errors import JobError
 from tests.cli.harness import finish, here, job_file, start
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.optim import SGD, Adafactor, AdamW
 
+from roundelay.api.checkpointing import Saving
 from roundelay.api.events import Drained, Event
 from roundelay.api.planning import plan as planned
-from roundelay.api.training import Length, Saving, train
+from roundelay.api.recorded_training import train
+from roundelay.api.stop_condition import Length
 from roundelay.api.verifying import verify
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError

@@ -57,4 +57,4 @@ def test_weights_that_another_layout_cannot_read_are_dropped_and_told(
     (drained,) = [event for event in told if isinstance(event, Drained)]
     assert drained.micro_batches == 0
     assert "layout from dp to single" in drained.reason
-    assert "reads the checkpoint's weights" in _message(drained)
+    assert "read the checkpoint's weights" in _message(drained)

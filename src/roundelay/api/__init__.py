@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roundelay.api.cuts import default_workers
     from roundelay.api.events import Updated
     from roundelay.api.planning import capture, plan, simulate
-    from roundelay.api.training import train
+    from roundelay.api.recorded_training import train
     from roundelay.api.verifying import verify
     from roundelay.api.weights_file import empty_weights, load
 
@@ -29,7 +29,7 @@ _HOMES = {
     "load": "weights_file",
     "plan": "planning",
     "simulate": "planning",
-    "train": "training",
+    "train": "recorded_training",
     "verify": "verifying",
 }
 

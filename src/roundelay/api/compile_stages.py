@@ -65,7 +65,7 @@ def stage_compiler(job: Job, captured: Captured, plan: Plan, stages: Partition, 
         PlanError: there is no C++ compiler.
     """
     check_compiler()
-    samples = list(_one_of_each_size(captured, first_batch(job.batches, seed, plan.deadline_s), plan.batch_parts))
+    samples = list(_one_of_each_size(captured, first_batch(job.loader, seed, plan.deadline_s), plan.batch_parts))
     return partial(_compile, captured, stages, samples, plan.threads)
 
 

@@ -163,7 +163,7 @@ def check_before_training(  # noqa: PLR0913  a training is of this many things
 
 def _first(job: Job, seed: int, count: int, deadline_s: float) -> Sequence[Batch]:
     """The run's first batches. A loader with processes is not started again: its first batch is repeated."""
-    data = job.batches
+    data = job.loader
     if isinstance(data, Peekable) and data.opened is None and data.first is not None and data.first[0] == seed:
         return [data.first[1]] * count
     return first_batches(data, seed, count, deadline_s)
@@ -175,9 +175,9 @@ def batches_to_verify(job: Job, seed: int, extent: Extent, deadline_s: float) ->
     The first epoch stays open for the run. The second one is opened, so this is only for `verify`, which reads twice.
     """
     most = 3 if extent.batches is None else max(3, extent.batches)
-    first = first_batches(job.batches, seed, most, deadline_s)
+    first = first_batches(job.loader, seed, most, deadline_s)
     batches = [(batch, 0) for batch in first[:3]]
     further = len(first) < most if extent.epochs is None else extent.epochs > 1
-    if further and (second := second_epoch_batch(job.batches, seed, deadline_s)) is not None:
+    if further and (second := second_epoch_batch(job.loader, seed, deadline_s)) is not None:
         batches.append((second, 1))
     return batches

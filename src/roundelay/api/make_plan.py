@@ -145,7 +145,7 @@ def drafted(request: PlanRequest, workers: int | None) -> Draft:
             captured,
             rule,
             draft.micro_batches,
-            lambda: first_batches(request.job.batches, request.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
+            lambda: first_batches(request.job.loader, request.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
             requested="micro_batches" in given and sized,
             replicas=replicas,
             dealt=not sized,
@@ -169,7 +169,7 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> M
             captured,
             rule_named(plan.rule),
             plan.micro_batches,
-            lambda: first_batches(job.batches, seed, EXAMINED_BATCHES, plan.deadline_s, budget_s=1.0),
+            lambda: first_batches(job.loader, seed, EXAMINED_BATCHES, plan.deadline_s, budget_s=1.0),
             requested=True,
             replicas=plan.replicas,
         )
@@ -232,7 +232,7 @@ def _unmeasured(stages: Stages, owners: Sequence[Sequence[str]]) -> tuple[StageP
 
 def _sample(job: Job, graph: Graph, draft: Plan, seed: int, tell: OnWait) -> Batch:
     """The first micro-batch of the size that will be trained on."""
-    return split(first_batch(job.batches, seed, draft.deadline_s, tell), max(1, draft.batch_parts), graph.min_rows)[0]
+    return split(first_batch(job.loader, seed, draft.deadline_s, tell), max(1, draft.batch_parts), graph.min_rows)[0]
 
 
 def _measure(
@@ -261,7 +261,7 @@ def _measure(
     with user_code("measuring the loader"):
         read: list[Batch] = []
         rows, look = captured.graph.min_rows, read.append
-        read_s = reading_s(job.batches, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
+        read_s = reading_s(job.loader, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
         with preserving_state(job), uncalled(job.model):
             for micro_batch in read:
                 captured.inputs.check_numbers(micro_batch)

@@ -50,7 +50,7 @@ def measure(job: Job, seed: int, threads: int, precision: str = FULL) -> float |
 
 
 def _samples_per_second(job: Job, seed: int, precision: str) -> float:
-    forget(job.batches)  # an open file would be read by both processes that have it
+    forget(job.loader)  # an open file would be read by both processes that have it
     model = copy.deepcopy(job.model)
     if not model.training:  # else some modules may be in eval mode on purpose, as in capture
         model.train()
@@ -60,7 +60,7 @@ def _samples_per_second(job: Job, seed: int, precision: str) -> float:
     inputs_of = job.inputs or default_inputs
     times: list[float] = []
     began = start = time.perf_counter()
-    for loaded in read_batches(job.batches, seed, Extent(batches=200)):
+    for loaded in read_batches(job.loader, seed, Extent(batches=200)):
         batch = fresh(loaded)  # a copy, as in a run
         args, kwargs = inputs_of(batch)
         with autocast(precision, CPU):

@@ -16,6 +16,7 @@ from roundelay.api.cuts import MEASURED, CutRequest, cut_by_names
 from roundelay.api.default_choices import workers_are_open
 from roundelay.api.draft_plan import default_rule
 from roundelay.api.given_layout import in_layout
+from roundelay.api.job_file import GivenJob, given_job
 from roundelay.api.make_plan import Planned, PlanRequest, drafted, measured_plan, plan_one_or_two_workers
 from roundelay.api.num_micro_batches import check_counts
 from roundelay.api.plan_exchanges import check_exchanges, plan_exchanges
@@ -67,7 +68,7 @@ CHOICES = (
 )
 
 
-def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
+def capture(job: GivenJob, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
     """Capture a job's model and loss, called on the job's first batch.
 
     Args:
@@ -81,6 +82,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: On
         JobError: data, loss, optimizer or scheduler cannot be used.
         DeadlineError: the batch did not come in time.
     """
+    job = given_job(job, seed)
     check_job(job)
     check_deadline(deadline_s)
     if job.weights is not None:
@@ -88,7 +90,7 @@ def capture(job: Job, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: On
     check_filled(job.model)
     with on_all_threads():
         with refusing_calls(job.model):
-            sample = first_batch(job.batches, seed, deadline_s, tell)
+            sample = first_batch(job.loader, seed, deadline_s, tell)
         train_mode(job.model)
         with preserving_state(job):
             return _captured(job, sample)
@@ -108,7 +110,7 @@ def _captured(job: Job, sample: Batch) -> Captured:
 
 
 def plan(
-    job: Job,
+    job: GivenJob,
     *,
     workers: int | None = None,
     rule: str | None = None,
@@ -141,7 +143,8 @@ def plan(
         PlanError: the choices cannot be combined.
         DeadlineError: a batch did not come within ``deadline_s``.
     """
-    planned = plan_with_reasons(job, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
+    made = given_job(job, seed)
+    planned = plan_with_reasons(made, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
     return with_warnings(planned, stacklevel=3)
 
 

@@ -7,12 +7,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from roundelay.api.events import Evaluated, Observer, Skipped, Updated
 from roundelay.api.state_gather import Snapshot
+from roundelay.checkpoint.atomic_files import replacing_file
+from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan
+from roundelay.page.run_page import run_page
 from roundelay.runtime.worker_messages import Report
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -63,6 +67,7 @@ class Trained:
         stopped: why ``evaluate`` or ``on_update`` ended the training early; empty if neither did.
         numbers: the evaluated metric that ReduceLROnPlateau needs, one number per epoch, from the first epoch on.
         check: how the captured job was compared with plain PyTorch before the run, in one line; empty if it was not.
+        folder: the run's folder; None if it has none.
     """
 
     plan: Plan
@@ -80,6 +85,29 @@ class Trained:
     stopped: str = ""
     numbers: tuple[float, ...] = ()
     check: str = ""
+    folder: Path | None = None
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write a page on the run: curves, a timeline, the plan; returns its path.
+
+        Args:
+            output: where to; by default ``report.html`` in the run's folder.
+
+        Raises:
+            UsageError: the run has no folder.
+            RunError: the page cannot be written.
+        """
+        if self.folder is None:
+            raise UsageError(
+                "report()",
+                got="a run without a folder",
+                expected="one whose updates and instructions were written into a folder",
+                remedy="Train with out=True, or out=FOLDER.",
+            )
+        path = self.folder / "report.html" if output is None else Path(output)
+        with replacing_file(path) as file:
+            file.write(run_page(self.folder))
+        return path
 
     def __repr__(self) -> str:
         losses = f"{self.updates[0].loss:.4f} -> {self.updates[-1].loss:.4f}" if self.updates else "none"

@@ -116,12 +116,12 @@ def check_reused(job: Job, captured: Captured, *, batches: int | None, epochs: i
     Raises:
         JobError: there are such writes, and the run has a second epoch.
     """
-    opened = job.batches.opened if isinstance(job.batches, Peekable) else None
+    opened = job.loader.opened if isinstance(job.loader, Peekable) else None
     source = getattr(opened, "source", None)
     if not any(captured.writes) or not isinstance(source, (list, tuple)):
         return
     again = (batches is not None and batches > len(source)) or (batches is None and (epochs or 1) > 1)
-    if again and job.batches.batches(0) is source:  # type: ignore[attr-defined]
+    if again and job.loader.batches(0) is source:  # type: ignore[attr-defined]
         who = "Job(inputs=...)" if captured.writes[0] else "the model's forward"
         raise JobError(
             f"batch field {[*captured.writes[0], *captured.writes[1]][0]!r}, which {who} writes into",
@@ -146,7 +146,7 @@ def _refuse_dependent_data(job: Job, changes: Sequence[Change]) -> None:
     """Refuse a data loader that reads what the forward or the loss sets: these run later, in other processes."""
     if not changes:
         return
-    batches = job.batches.batches if isinstance(job.batches, Peekable) else job.batches
+    batches = job.loader.batches if isinstance(job.loader, Peekable) else job.loader
     change = ReachableState([("batches", batches)]).first_read(changes)
     if change is not None:
         raise JobError(

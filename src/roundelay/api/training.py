@@ -1,30 +1,24 @@
-"""The public `train`, and `Session`: one training from start to end."""
+"""`Session`: one training from start to end."""
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from roundelay.api.check_given import check_length, validate_check
 from roundelay.api.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.api.compile_stages import Compile, for_plan, stage_compiler
-from roundelay.api.events import Drained, Event, Observer, Stopping, Updated, ignore, samples_per_second
+from roundelay.api.events import Drained, Event, Observer, Stopping, ignore, samples_per_second
 from roundelay.api.fidelity_precheck import check_before_training
 from roundelay.api.launched_states import announced_use, check_leader_reads, fetched_use
-from roundelay.api.observers import user_observer
-from roundelay.api.planning import captured_and_planned, fitted
+from roundelay.api.planning import fitted
 from roundelay.api.resume import (
     changed,
     check_optimizer,
     computing_digest,
     initial,
-    load_checkpoint,
     order_of,
     reads_older,
     values_digest,
@@ -35,7 +29,6 @@ from roundelay.api.statelessness import check_reused
 from roundelay.api.stop_condition import Length, extent
 from roundelay.api.torch_scope import on_threads
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
-from roundelay.env import launched_as
 from roundelay.errors import PlanError, UsageError
 from roundelay.frontend import Captured
 from roundelay.frontend.gradient_hooks import hooks_of
@@ -62,87 +55,6 @@ from roundelay.runtime.state_reports import Gathered, StateUse
 from roundelay.runtime.torchrun_worker import run_follower
 from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
 from roundelay.runtime.worker_messages import Report
-
-
-def train(  # noqa: PLR0913  as many parameters as the command has options
-    job: Job,
-    *,
-    plan: Plan | None = None,
-    workers: int | None = None,
-    rule: str | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    seed: int = 0,
-    resume: str | Path | None = None,
-    save_to: str | Path | None = None,
-    checkpoint_every: int | None = None,
-    on_update: Callable[[Updated], None] | None = None,
-    observers: Sequence[Observer] = (),
-    check: str | None = None,
-    **choices: Any,
-) -> Trained:
-    """Train by a plan, or plan and train.
-
-    Args:
-        job: the job; its model has the trained weights afterwards.
-        plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per GPU; on the CPU one with all threads or two with half of them each, whichever is
-            faster.
-        rule: update rule; by default ``1f1b``, or ``cdp-v2`` in a layout.
-        steps: number of updates. If neither it nor ``epochs`` is given: the rest of the run that ``resume`` is a
-            checkpoint of, if it was interrupted; else the job's own number, or one epoch.
-        epochs: number of epochs, including those of a resumed checkpoint.
-        seed: of data order and of every random number in the model.
-        resume: checkpoint to continue from. With the plan of the run that wrote it, training continues as if it had
-            not been interrupted; with any other plan it starts with empty stages.
-        save_to: where to write a checkpoint after every epoch and at the end.
-        checkpoint_every: also after every so many updates, without draining the stages.
-        on_update: called once per update, in order, in the caller's thread. The training does not wait for it: a slow
-            function is called late. An exception ends the training; the last checkpoint is complete.
-            :class:`roundelay.StopTraining` ends it in good order, soon after.
-        observers: called in the same way with every event: updates, evaluations, checkpoints and others
-            (``roundelay.api.events``).
-        check: ``full`` first trains the captured job and plain PyTorch over two updates, in processes of their own, and
-            refuses a job that differs; ``quick`` relies on what capture has detected; ``off`` checks nothing. By
-            default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
-        choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``threads``, ``data_parallel``, ``tensor_parallel``,
-            ``signatures``, ``zero``, ``layout``, ``stages``, ``memory_limit``.
-
-    Raises:
-        TypeError: a choice is unknown.
-        UsageError: an argument cannot be used, or both a plan and a choice were given.
-        FidelityError: the captured job trains differently from plain PyTorch.
-        UserCodeError: ``on_update`` or an observer raises, or other user code does on a worker.
-        RunError: the run failed; the last checkpoint is complete.
-    """
-    _check_saving(checkpoint_every, save_to)
-    validate_check(check)
-    check_length(steps, epochs)
-    if (process := launched_as()) is not None:
-        warnings.warn(
-            f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "
-            "`roundelay train JOB.py` under the launcher makes them the workers of one training",
-            stacklevel=2,
-        )
-    captured, chosen = captured_and_planned(train, job, plan, seed, {"workers": workers, "rule": rule, **choices})
-    start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=job.weights is not None)
-    session = Session(job, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
-    saving = None if save_to is None else Saving(path=Path(save_to), every=checkpoint_every or 0)
-    check_result = session.check(check)
-    notify = user_observer(on_update, observers, captured.settings.check)
-    return replace(session.run(notify=notify, saving=saving), check=check_result)
-
-
-def _check_saving(checkpoint_every: int | None, save_to: str | Path | None) -> None:
-    if checkpoint_every is not None and (checkpoint_every < 1 or save_to is None):
-        raise UsageError(
-            "checkpoint_every",
-            got=str(checkpoint_every) if checkpoint_every < 1 else "no save_to, where checkpoints are written",
-            expected="a positive number of updates, and save_to",
-            remedy="Give both, or leave checkpoint_every out.",
-        )
 
 
 def _refuse_hooks_on_parts(captured: Captured) -> None:
@@ -276,7 +188,7 @@ class Session:
 
     def run_length(self) -> RunLength:
         """How many updates the run has, as far as is known."""
-        own, batches = self.extent, self.job.batches
+        own, batches = self.extent, self.job.loader
         per_epoch = batches.length if isinstance(batches, Peekable) else None
         epochs = None if own.epochs is None else own.epochs - own.start_epoch
         return RunLength(own.start_batch, own.batches, epochs, per_epoch, own.skip)
@@ -359,7 +271,7 @@ class Session:
                 self.captured.set_parameter(name, weight.clone())
         finally:
             checkpointer.close(notify)
-            forget(self.job.batches)  # a loader that a forked worker has read from cannot be continued here
+            forget(self.job.loader)  # a loader that a forked worker has read from cannot be continued here
         return self._trained(record, checkpointer, last)
 
     def _trained(self, record: RunRecord, checkpointer: Checkpointer, last: Snapshot) -> Trained:

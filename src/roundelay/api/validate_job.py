@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def check_job(job: Job) -> None:
         raise _wrong("model", job.model, "a torch.nn.Module")
     for name, needed in _FUNCTIONS.items():
         value = getattr(job, name)
+        if name == "batches" and isinstance(value, Iterator):
+            raise JobError(
+                "Job(batches=...)",
+                got=f"a {type(value).__name__}, which can be read only once",
+                expected="a DataLoader or a list, which can be iterated again, or a function: epoch number -> batches",
+                remedy="Give the loader itself, not iter(loader); or a function that makes the generator.",
+            )
         if not callable(value) and (needed or value is not None):
             raise _wrong(name, value, "a function" if needed else "a function, or None")
     for what, tensor in (*job.model.named_parameters(), *job.model.named_buffers()):

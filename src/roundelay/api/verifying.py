@@ -15,6 +15,7 @@ from roundelay.api.check_given import check_length
 from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_on_mesh import reference_stage
 from roundelay.api.fidelity_precheck import batches_to_verify
+from roundelay.api.job_file import GivenJob, given_job
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.reference_start import (
     Note,
@@ -120,7 +121,7 @@ class Verification:
 
 
 def verify(  # noqa: PLR0913  as many parameters as the command has options
-    job: Job,
+    job: GivenJob,
     *,
     plan: Plan | None = None,
     workers: int | None = None,
@@ -162,12 +163,13 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     """
     check_tamper(tamper)
     check_length(steps, epochs)
-    captured, chosen = captured_and_planned(verify, job, plan, seed, {"workers": workers, "rule": rule, **choices})
+    made = given_job(job, seed)
+    captured, chosen = captured_and_planned(verify, made, plan, seed, {"workers": workers, "rule": rule, **choices})
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)
-    fidelity = check_fidelity(job, captured, chosen, seed, length, resumed=resume is not None)
+    fidelity = check_fidelity(made, captured, chosen, seed, length, resumed=resume is not None)
     start = None if resume is None else load_checkpoint(Path(resume), captured)
-    return verify_session(Session(job, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity)
+    return verify_session(Session(made, captured, chosen, seed, length, start), tamper, first=first, fidelity=fidelity)
 
 
 def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, *, resumed: bool) -> Fidelity:
@@ -292,7 +294,7 @@ def _check_same_data(session: Session) -> None:
     Raises:
         JobError: the first batch differs.
     """
-    batches = session.job.batches
+    batches = session.job.loader
     if not isinstance(batches, Peekable) or batches.first is None or batches.first[0] != session.seed:
         return
     if not same_batch(first_batch(batches, session.seed, session.plan.deadline_s), batches.first[1]):
@@ -331,7 +333,7 @@ def _reference(
         registers = Registers(1, plan.deadline_s)  # without a thread, but with a deadline
         least = captured.graph.min_rows
         stream = read(
-            job.batches,
+            job.loader,
             session.seed,
             plan.micro_batches,
             part,

@@ -16,9 +16,9 @@ from roundelay.api.comparison_charts import Written, write_comparison
 from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.api.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.api.events import Updated
+from roundelay.api.job_file import job_maker
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.compare_options import CompareOptions
-from roundelay.cli.job_file import job_maker
 from roundelay.cli.options import CommonChoices
 from roundelay.cli.screen import announce, plan_warnings_as_lines, show_json, stderr, stdout, table
 from roundelay.errors import RunError

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from roundelay.api.explain_plan import explain
+from roundelay.api.job_file import load_job
 from roundelay.api.physical_graph import physical_graph
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.job_file import load_job
 from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import show_json, stderr

@@ -14,6 +14,7 @@ from roundelay import env
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
 from roundelay.api.explain_plan import explain
+from roundelay.api.job_file import load_job
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
 from roundelay.api.restarts import rest_of, run_restarting
@@ -23,7 +24,6 @@ from roundelay.api.run_summary import summary_lines, write_results
 from roundelay.api.stop_condition import Length
 from roundelay.api.training import Session
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.job_file import load_job
 from roundelay.cli.options import Choices, RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from roundelay.api.job_file import load_job
 from roundelay.api.reference_start import ReferenceStart
 from roundelay.api.resume import load_checkpoint
 from roundelay.api.training import Session
 from roundelay.api.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.job_file import load_job
 from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json

@@ -78,6 +78,13 @@ class ProgressLines:
         told = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
         self._show(f"update {done}{of}  loss {loss:.4f}{told}  {rate:.0f} samples/s{self._left(now, done)}")
 
+    def evaluated(self, updates: int, metrics: Mapping[str, float]) -> None:
+        """Print an evaluation, where progress is printed at all: in a run of some seconds."""
+        if self._clock() - self._begin >= FIRST_S:
+            self._show(
+                f"after update {updates}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            )
+
     def _left(self, now: float, done: int) -> str:
         total = self._length.total
         assert self._first is not None

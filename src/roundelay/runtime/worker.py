@@ -180,7 +180,7 @@ class _Worker:
         self.resident, self.thread = resident_bytes(), threading.get_native_id()
         self.registers = Registers(program.registers, task.plan.deadline_s)
         data = read(
-            task.job.batches,
+            task.job.loader,
             task.seed,
             task.plan.micro_batches,
             task.extent,

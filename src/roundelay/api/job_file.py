@@ -1,4 +1,7 @@
-"""Load a job from a Python file, as a module that worker processes of its DataLoader can import, too."""
+"""A job as it is given: a value, a function of a seed, or a Python file that defines one.
+
+A file is loaded as a module that worker processes of its DataLoader can import, too.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,38 @@ def job(seed):
 help(roundelay.Job) in Python says what each field is."""
 
 _CORRECT = "Correct the file; ROUNDELAY_DEBUG=1 shows the traceback."
+
+
+GivenJob = Job | Callable[[int], Job] | str | Path
+"""A job; a function from a seed to a job; or the path of a file that defines ``def job(seed)``."""
+
+
+def given_job(given: GivenJob, seed: int) -> Job:
+    """The job that is given; one that is made here is made with all random generators seeded, as commands do.
+
+    Raises:
+        JobError: the function or the file fails, or makes no job.
+    """
+    if isinstance(given, Job):
+        return given
+    if isinstance(given, (str, Path)):
+        arguments = list(sys.argv)
+        try:
+            return load_job(Path(given), seed)
+        finally:
+            sys.argv = arguments
+    if not callable(given):
+        raise _no_job(f"a {type(given).__name__}")
+    seed_everything(seed)
+    job = given(seed)
+    if not isinstance(job, Job):
+        raise _no_job(f"a function that returned a {type(job).__name__}")
+    return job
+
+
+def _no_job(got: str) -> JobError:
+    expected = "a roundelay.Job, a function from a seed to one, or the path of a file that defines `def job(seed)`"
+    return JobError("the job", got=got, expected=expected, remedy=_WRITE)
 
 
 def load_job(path: Path, seed: int) -> Job:
