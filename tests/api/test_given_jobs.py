@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import roundelay
 from roundelay.errors import JobError, UsageError
-from tests.cli.harness import ROOT, environment
+from tests.cli.harness import environment
 
 FILE = """
 import torch

@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [folder for folder in (str(ROOT / "src"), str(ROOT)) if folder not in sys.path]
 
+os.environ.setdefault("ROUNDELAY_RUNS", "none")
+
 from benchmarks.gpu.first_look.checks import CHECKS  # noqa: E402  the line above lets it be found
 from benchmarks.gpu.first_look.runner import FAILS, Result, Setting, run_all  # noqa: E402
 
