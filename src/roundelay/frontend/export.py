@@ -135,6 +135,8 @@ _FILTERS: dict[str, Callable[[logging.LogRecord], bool]] = {
     "torch.fx.experimental.symbolic_shapes": lambda r: (
         r.levelno >= logging.ERROR and not r.getMessage().startswith("Failed to reduce inequalities")
     ),
+    # sizes of one, which are fixed
+    "torch._export.non_strict_utils": lambda r: r.levelno >= logging.ERROR,
     # the traceback of an operation's error, which is raised as well
     "torch._subclasses.fake_tensor": lambda r: r.exc_info is None,
 }
