@@ -66,7 +66,7 @@ def test_train_leaves_a_whole_run_folder_and_latest_points_at_it(capsys: Capture
 def test_train_tells_where_the_time_and_the_memory_of_each_worker_went(
     capsys: Capture, workplace: Path, transport: str
 ) -> None:
-    said = here(capsys, "train", MLP, *FAST, "--steps", 5, "--out", "run", "--transport", transport)
+    said = here(capsys, "train", MLP, *FAST, "--steps", 5, "--out", "run", "--verbose", "--transport", transport)
     assert said.code == 0, said.err
     summary = json.loads(Path("run/summary.json").read_text())
     assert len(summary["shares"]) == len(summary["memory"]) == 2
@@ -481,7 +481,8 @@ def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytes
     run = ("train", MLP, *ASYNC, "--steps", 3)
     assert here(capsys, *run, "--json").json["plain_samples_per_second"] == {}
     assert here(capsys, *run, "--json", "--baseline").json["plain_samples_per_second"]["1"] > 0
-    shown = here(capsys, *run, "--baseline")
+    assert "x plain PyTorch, pipeoptim on 2 workers" in here(capsys, *run, "--baseline").out
+    shown = here(capsys, *run, "--baseline", "--verbose")
     assert "plain PyTorch, 1 thread" in shown.out
     assert "this run:" in shown.out
 

@@ -65,7 +65,8 @@ def test_a_model_of_one_operation_is_trained_by_one_worker_and_a_line_says_why(
     assert said.code == 0, said.err
     why = "1 worker, not 2: the model can be cut into 1 stage at most"
     assert f"{why}." in said.told
-    assert "1f1b on 1 worker over memory, 2 updates" in said.out
+    assert "in 2 updates" in said.out
+    assert "1f1b on 1 worker over memory" in said.out
     assert f"# {why}\n" in (workplace / "run" / "plan.toml").read_text()
     assert here(capsys, "verify", job, "--steps", 2).code == 0
     quiet = here(capsys, "train", job, "--no-baseline", "--steps", 2, "--json")

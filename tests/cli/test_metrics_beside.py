@@ -46,7 +46,7 @@ def test_the_screen_shows_first_and_last(tmp_path: Path, capsys: pytest.CaptureF
     path = job_file(tmp_path, "loss=loss", LOSS)
     said = here(capsys, "train", path, "--steps", "2", "--out", tmp_path / "run", "--no-baseline")
     first, last = (line["metrics"]["right [%]"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert f"right [%] {first:.4f} -> {last:.4f} in " in said.told
+    assert f"right [%] {first:.4f} -> {last:.4f}, never" in said.told
 
 
 def test_without_metrics_a_line_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

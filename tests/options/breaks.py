@@ -150,7 +150,7 @@ OPTIONS = (
     ),
     Break(
         "split states",
-        (Edit("api/plan_signatures.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"),),
+        (Edit("api/split_states.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"),),
         (EQUIVALENCE + "test_zero.py", "-k", "test_each_replica_writes_its_part"),
     ),
     Break(
