@@ -155,7 +155,8 @@ def _recorded(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201  notebooks show it as it comes
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 class _Progress:
