@@ -82,7 +82,7 @@ def unclear(block: Block) -> bool:
 
 def run(what: list[str], folder: Path, bin_folder: Path) -> str:
     """What comes out on both streams."""
-    known = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    known = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "ROUNDELAY_RUNS": ""}
     env = known | {"PATH": os.pathsep.join([str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(
         what, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100
