@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import roundelay
 from roundelay import Job
+from roundelay.api.training import Session
 from roundelay.cores import all_threads, num_cores, threads_each, usable_cores
 from roundelay.env import MALLOC
 from roundelay.errors import PlanError, RunError, UsageError
@@ -365,6 +367,31 @@ def test_no_team_waits_while_workers_compute() -> None:
         assert len(os.listdir("/proc/self/task")) == team - 1
         torch.randn(512, 512) @ torch.randn(512, 512)
         assert len(os.listdir("/proc/self/task")) == team
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no /proc")
+def test_a_run_on_threads_begins_without_the_team_of_the_thread_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    team: set[str] = set()
+    left: list[set[str]] = []
+    made, task_of = job("by index"), Session._task
+
+    def with_a_team(self: Session, *args: Any, **kwargs: Any) -> Any:
+        task = task_of(self, *args, **kwargs)
+        before = {*os.listdir("/proc/self/task")}
+        torch.randn(512, 512) @ torch.randn(512, 512)
+        team.update({*os.listdir("/proc/self/task")} - before)
+        return task
+
+    def loss(outputs: torch.Tensor, batch: object) -> torch.Tensor:
+        left.append(team & {*os.listdir("/proc/self/task")})
+        return made.loss(outputs, batch)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Session, "_task", with_a_team)
+    with undone_threads(2):
+        chosen = {"workers": 2, "threads": 1, "cuts": "equal", "check": "off"}
+        roundelay.train(dataclasses.replace(made, loss=loss), steps=2, **chosen)  # type: ignore[arg-type]
+    assert len(team) == 1
+    assert left[-1] == set()
 
 
 FREED = """
