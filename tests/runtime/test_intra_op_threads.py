@@ -377,8 +377,10 @@ def test_a_run_on_threads_begins_without_the_team_of_the_thread_that_starts_it(m
 
     def with_a_team(self: Session, *args: Any, **kwargs: Any) -> Any:
         task = task_of(self, *args, **kwargs)
+        end_idle_threads()
         before = {*os.listdir("/proc/self/task")}
-        torch.randn(512, 512) @ torch.randn(512, 512)
+        with undone_threads(2):
+            torch.randn(512, 512) @ torch.randn(512, 512)
         team.update({*os.listdir("/proc/self/task")} - before)
         return task
 
@@ -387,9 +389,8 @@ def test_a_run_on_threads_begins_without_the_team_of_the_thread_that_starts_it(m
         return made.loss(outputs, batch)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(Session, "_task", with_a_team)
-    with undone_threads(2):
-        chosen = {"workers": 2, "threads": 1, "cuts": "equal", "check": "off"}
-        roundelay.train(dataclasses.replace(made, loss=loss), steps=2, **chosen)  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {"workers": 2, "threads": 1, "cuts": "equal", "check": "off"}
+    roundelay.train(dataclasses.replace(made, loss=loss), steps=2, **chosen)
     assert len(team) == 1
     assert left[-1] == set()
 
