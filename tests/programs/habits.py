@@ -11,7 +11,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional
 
 from roundelay import Job
-from tests.programs.table import Body, batches, entropy, job, refused, trains
+from tests.programs.table import Body, batches, entropy, job, refused, sgd, trains
 
 
 class Checked(Body):
@@ -250,3 +250,46 @@ def a_metric_of_scikit_learn() -> Job:
         return {"loss": entropy(outputs, batch), "accuracy": accuracy_score(batch[1], outputs.argmax(1))}
 
     return job(Body(), loss)
+
+
+@refused("a step that needs a closure: AssertionError: SAM needs one")
+def an_optimizer_that_asserts_its_closure() -> Job:
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            assert closure is not None, "SAM needs one: a closure"
+            return super().step(closure)
+
+    return job(Body(), optimizer=lambda named: Sharpness([p for _, p in named], lr=0.1))
+
+
+@refused(r"the loss: got None.*where its call has labels")
+def a_hugging_face_model_without_labels() -> Job:
+    class Model(Body):
+        def forward(self, x: Tensor) -> Any:
+            return Result(None, super().forward(x))
+
+    return job(Model(), lambda outputs, batch: outputs.loss)
+
+
+@dataclass
+class Result:
+    """What such a model returns."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+@refused(r"meter.*batches\(epoch\) can read.*return what a meter would keep as a metric")
+def a_meter_that_the_loader_prints() -> Job:
+    meter = {"loss": 0.0}
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        result = entropy(outputs, batch)
+        meter["loss"] += result.item()
+        return result
+
+    def read(epoch: int) -> Any:
+        meter["loss"] = 0.0
+        return batches()
+
+    return Job(model=Body(), loss=loss, batches=read, optimizer=sgd)
