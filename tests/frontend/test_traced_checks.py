@@ -98,3 +98,18 @@ def test_other_branches_are_refused(kind: type[Net], bad: float) -> None:
 def test_the_first_batch_is_checked_too() -> None:
     with pytest.raises(UserCodeError, match="got False; expected True"):
         roundelay.plan(job(Asserts(), torch.nan, at=0), workers=2)
+
+
+def test_trials_with_other_weights_are_not_checked() -> None:
+    """A layer that begins with zeros is tried with others, to see whether rows depend on one another."""
+
+    class Zero(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.b(self.a(x))
+            assert out.abs().max() < 1e-6
+            return out
+
+    model = Zero()
+    torch.nn.init.zeros_(model.b.weight)
+    torch.nn.init.zeros_(model.b.bias)
+    assert roundelay.plan(job(model, 1.0), workers=2).micro_batches > 1

@@ -433,7 +433,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_library(what: Any) -> bool:
-    """Whether a class or a function belongs to a package that is not walked into, or to compiled code."""
-    if isinstance(what, type) and not isinstance(what.__dict__.get("__module__", ""), str):
-        return True
+    """Whether a class or a function belongs to a package that is not walked into."""
     return module_of(what).split(".")[0] in _LIBRARIES
