@@ -106,7 +106,8 @@ def test_trials_with_other_weights_are_not_checked() -> None:
     class Zero(Net):
         def forward(self, x: torch.Tensor) -> Any:
             out = self.b(self.a(x))
-            assert out.abs().max() < 1e-6
+            if out.abs().max() > 1e-6:
+                raise ValueError("not zero")
             return out
 
     model = Zero()
