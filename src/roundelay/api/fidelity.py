@@ -39,6 +39,9 @@ Batches = Sequence[tuple[Batch, int]]
 PLAIN, CAPTURED = "the training in plain PyTorch", "the training of the captured job"
 
 
+UNCHECKED = "not checked"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
     """How the captured job compares with the user's program in plain PyTorch.
@@ -76,7 +79,7 @@ class Fidelity:
 
     def __str__(self) -> str:
         if self.unchecked:
-            return f"captured = plain PyTorch: not checked ({self.unchecked})"
+            return f"captured = plain PyTorch: {UNCHECKED} ({self.unchecked})"
         if not self.equal and self.nondeterministic:
             first = f"First difference: {self.difference}"
             return f"captured = plain PyTorch: cannot be compared: {self.nondeterministic}. {first}"

@@ -118,7 +118,7 @@ def _of_statistics(rule: UpdateRule, micro_batches: int, replicas: int, run: int
     """
     if whole:
         of = "the rows of a replica" if replicas > 1 else "whole batches"
-        like = "DistributedDataParallel" if replicas > 1 else "plain PyTorch"
+        like = "DistributedDataParallel(broadcast_buffers=False)" if replicas > 1 else "plain PyTorch"
         return MicroBatchChoice(
             1,
             f"1 micro-batch for each batch, not {micro_batches}, so that BatchNorm takes its statistics over {of}, as "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from roundelay.api.fidelity import UNCHECKED
 from roundelay.api.memory_report import memory_report, optimizer_bytes
 from roundelay.api.run_record import Trained
 from roundelay.api.training import Session
@@ -66,6 +67,8 @@ def summary_lines(summary: Mapping[str, Any], plan: Plan) -> list[str]:
     rate, plain = summary["samples_per_second"], summary["plain_samples_per_second"]
     of_plain = f": {rate / max(plain.values()):.2f} x plain PyTorch" if plain else ""
     lines.append(f"{rate:.1f} samples/s{of_plain}, {plan.rule} on {plan.arrangement} over {plan.transport}")
+    if UNCHECKED in summary["check"]:
+        lines.append(f"warning: {summary['check']}")
     if summary["stopped"]:
         lines.append(f"ended early: {summary['stopped']}")
     if any(summary["skipped_updates"]):

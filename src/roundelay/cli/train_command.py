@@ -14,6 +14,7 @@ from roundelay import env
 from roundelay.api.checkpointing import Saving, evaluating, holding_averages
 from roundelay.api.events import Observer, broadcast
 from roundelay.api.explain_plan import explain
+from roundelay.api.fidelity import UNCHECKED
 from roundelay.api.job_file import load_job
 from roundelay.api.observers import RunFolderObserver, tensorboard_observer
 from roundelay.api.plain_baseline import measure
@@ -93,7 +94,7 @@ def train_job(
     job, plan, session = planned.job, planned.plan, _session(planned, run)
     checked = session.check(run.check, party)
     if checked:
-        announce(f"{checked[0].upper()}{checked[1:]}.", quiet)
+        announce(f"{checked[0].upper()}{checked[1:]}.", quiet and UNCHECKED not in checked)
     session, folder = _begun(session, run.out, runs, party)
     try:
         folder.write_plan(plan.text(explain(planned.captured, plan, planned.reasons)))
