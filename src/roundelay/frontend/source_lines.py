@@ -21,7 +21,7 @@ INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "
 
 def is_user_code(file: str) -> bool:
     """Whether a file belongs to the user or to a library other than torch and Roundelay."""
-    return not file.startswith(INSIDE) and "contextlib" not in file
+    return not file.startswith(INSIDE) and not file.endswith(("/contextlib.py", "/threading.py"))
 
 
 def users_line() -> str:
