@@ -90,7 +90,7 @@ def test_only_what_the_loss_reads_travels(name: str) -> None:
     loss, outputs, fields = READS[name]
     captured = captured_with(loss)
     assert set(captured.graph.outputs) == outputs
-    assert set(captured.graph.batch) == fields
+    assert set(captured.graph.batch) == fields | {"batch.temperature"}  # numbers are always sent
     assert ("linear_2" in {op.name for op in captured.graph.ops}) == ("linear_2" in outputs)
     assert matches_eager(captured, loss)
 
@@ -218,7 +218,7 @@ def test_a_loss_that_writes_into_what_it_reads_equals_eager_and_leaves_the_batch
 
 def test_a_field_that_a_later_batch_lacks_is_named() -> None:
     captured = captured_with(entropy)
-    with pytest.raises(JobError, match="no tensor 'labels', only 'x', 'weights'"):
+    with pytest.raises(JobError, match="no tensor 'labels' and no 'temperature', only 'x', 'weights'"):
         captured.values({"x": torch.zeros(4, 6), "weights": torch.zeros(4)})
 
 

@@ -54,6 +54,32 @@ def asserts_what_holds() -> Job:
     return job(Asserting())
 
 
+@trains
+def asks_by_item() -> Job:
+    class Asking(Body):
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            if torch.isnan(h).any().item():
+                raise ValueError("not a number")
+            return self.rest(h)
+
+    return job(Asking())
+
+
+@refused("no Python branch on tensor values")
+def catches_its_own_assertion() -> Job:
+    class Catching(Body):
+        def forward(self, x: Tensor) -> Any:
+            h = self.first(x)
+            try:
+                assert h.max() < 0.1
+            except AssertionError:
+                h = h * 0.5
+            return self.rest(h)
+
+    return job(Catching())
+
+
 @refused("Could not guard on data-dependent expression")
 def branches_on_a_value() -> Job:
     class Branching(Body):
@@ -174,6 +200,28 @@ def a_number_of_the_batch_that_selects() -> Job:
         return functional.cross_entropy(outputs, batch["y"], label_smoothing=smoothing)
 
     return job(Body(), loss, data, inputs=lambda b: ((b["x"],), {}))
+
+
+@trains
+def a_share_that_is_whole_at_first() -> Job:
+    """An int and a float in turn, each asked for its type, and a branch that reads another field."""
+    data = [(x, y, y.flip(0), share) for (x, y), share in zip(batches(), (1, 1, 1, 0.37, 1, 0.2), strict=True)]
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        _, one, other, share = batch
+        if not isinstance(share, int | float):
+            share = 0.5
+        if share == 1:
+            return functional.cross_entropy(outputs, one)
+        return share * functional.cross_entropy(outputs, one) + (1 - share) * functional.cross_entropy(outputs, other)
+
+    return job(Body(), loss, data, inputs=lambda b: ((b[0],), {}))
+
+
+@trains
+def a_hash_in_the_batch_that_nobody_reads() -> Job:
+    data = [{"x": x, "y": y, "id": 2**70 + i} for i, (x, y) in enumerate(batches())]
+    return job(Body(), lambda o, b: functional.cross_entropy(o, b["y"]), data, inputs=lambda b: ((b["x"],), {}))
 
 
 @refused("neither a tensor nor a number|a use of it in the loss")

@@ -6,6 +6,7 @@ A file is loaded as a module that worker processes of its DataLoader can import,
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,10 @@ def given_job(given: GivenJob, seed: int) -> Job:
             sys.argv = arguments
     if not callable(given):
         raise _no_job(f"a {type(given).__name__}")
+    try:
+        inspect.signature(given).bind(seed)
+    except (TypeError, ValueError) as error:
+        raise _no_job("a function that does not take a seed alone") from error
     seed_everything(seed)
     job = given(seed)
     if not isinstance(job, Job):

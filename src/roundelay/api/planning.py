@@ -143,19 +143,21 @@ def plan(
         PlanError: the choices cannot be combined.
         DeadlineError: a batch did not come within ``deadline_s``.
     """
+    check_choices(plan, choices)
+    check_here({"workers": workers, "rule": rule, **{name: v for name, v in choices.items() if v is not None}})
     made = given_job(job, seed)
     planned = plan_with_reasons(made, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
     return with_warnings(planned, stacklevel=3)
 
 
 def captured_and_planned(
-    function: Callable[..., Any], job: Job, plan: Plan | None, seed: int, choices: Mapping[str, Any]
-) -> tuple[Captured, Plan]:
-    """Return the captured job, and the plan passed to a function, or one made from the choices passed to it.
+    function: Callable[..., Any], given_as: GivenJob, plan: Plan | None, seed: int, choices: Mapping[str, Any]
+) -> tuple[Job, Captured, Plan]:
+    """Return the job, captured, and the plan passed to a function, or one made from the choices passed to it.
 
     Args:
         function: the function, to name it in errors.
-        job: the job.
+        given_as: the job, as it is given; it is made after the choices are checked.
         plan: the plan, or None.
         seed: of the data.
         choices: as for :func:`plan`, including ``workers``, ``rule`` and ``cuts``; None means not given.
@@ -170,8 +172,9 @@ def captured_and_planned(
         check_here(given)
     refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
     if plan is None:
+        job = given_job(given_as, seed)
         captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
-        return captured, with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
+        return job, captured, with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
     if given:
         names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
@@ -180,7 +183,8 @@ def captured_and_planned(
             expected="one of them: a plan contains all choices",
             remedy=f"Leave {names} out, or leave the plan out, or make the plan by roundelay.plan(job, {call}).",
         )
-    return capture(job, seed=seed, deadline_s=plan.deadline_s), plan
+    job = given_job(given_as, seed)
+    return job, capture(job, seed=seed, deadline_s=plan.deadline_s), plan
 
 
 def with_warnings(planned: Planned, stacklevel: int) -> Plan:

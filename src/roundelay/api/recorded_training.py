@@ -13,7 +13,7 @@ from typing import Any
 from roundelay.api.check_given import check_length, validate_check
 from roundelay.api.checkpointing import Saving
 from roundelay.api.events import Evaluated, Event, Observer, Updated, broadcast
-from roundelay.api.job_file import GivenJob, given_job
+from roundelay.api.job_file import GivenJob
 from roundelay.api.observers import RunFolderObserver, user_observer
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.resume import load_checkpoint
@@ -96,8 +96,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             "`roundelay train JOB.py` under the launcher makes them the workers of one training",
             stacklevel=2,
         )
-    made = given_job(job, seed)
-    captured, chosen = captured_and_planned(train, made, plan, seed, {"workers": workers, "rule": rule, **choices})
+    made, captured, chosen = captured_and_planned(train, job, plan, seed, {"workers": workers, "rule": rule, **choices})
     start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=made.weights is not None)
     session = Session(made, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
     if session.drained is not None:

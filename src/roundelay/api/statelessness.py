@@ -15,6 +15,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, replace, rows_between, split
 from roundelay.frontend.cross_call_state import refuse_state, state_of
 from roundelay.frontend.export_adapter import default_inputs
+from roundelay.frontend.gradient_hooks import hooks_of
 from roundelay.frontend.loss_metrics import split as split_metrics
 from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
 from roundelay.frontend.source_lines import users_line
@@ -40,7 +41,8 @@ def reachable_state_of(job: Job) -> ReachableState:
     Data loaders are not included: they are read once.
     """
     functions = (("loss", job.loss), ("inputs", job.inputs), ("optimizer", job.optimizer), ("scheduler", job.scheduler))
-    roots = [("model", job.model), *((name, call) for name, call in functions if call is not None)]
+    hooks = [("hook", hook) for of_parameter in hooks_of(job.model).values() for hook in of_parameter]
+    roots = [("model", job.model), *hooks, *((name, call) for name, call in functions if call is not None)]
     return ReachableState([*roots, *DEFAULT_GENERATORS], job.model)
 
 

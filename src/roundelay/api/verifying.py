@@ -15,7 +15,7 @@ from roundelay.api.check_given import check_length
 from roundelay.api.fidelity import Fidelity, compare_with_plain, unchecked_reason
 from roundelay.api.fidelity_on_mesh import reference_stage
 from roundelay.api.fidelity_precheck import batches_to_verify
-from roundelay.api.job_file import GivenJob, given_job
+from roundelay.api.job_file import GivenJob
 from roundelay.api.planning import captured_and_planned
 from roundelay.api.reference_start import (
     Note,
@@ -163,8 +163,9 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     """
     check_tamper(tamper)
     check_length(steps, epochs)
-    made = given_job(job, seed)
-    captured, chosen = captured_and_planned(verify, made, plan, seed, {"workers": workers, "rule": rule, **choices})
+    made, captured, chosen = captured_and_planned(
+        verify, job, plan, seed, {"workers": workers, "rule": rule, **choices}
+    )
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)
     fidelity = check_fidelity(made, captured, chosen, seed, length, resumed=resume is not None)

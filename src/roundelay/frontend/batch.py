@@ -67,18 +67,30 @@ def _note_number(found: dict[str, float], path: str, leaf: Any) -> Any:
     return leaf
 
 
+_NUMBERS: tuple[type, ...] = (bool, int, float, np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float16)
+_NUMBERS += (np.float32, np.float64)
+_EXACT = 2**53
+"""Whole numbers up to this are sent as they are."""
+
+
 def is_number(leaf: Any) -> bool:
-    """Whether it is a number of Python's, or of NumPy's."""
-    return isinstance(leaf, (int, float, np.integer, np.floating, np.bool_))
+    """Whether it is a number of Python's or NumPy's that :func:`as_tensor` sends without loss."""
+    return type(leaf) in _NUMBERS and (isinstance(leaf, (float, np.floating)) or abs(int(leaf)) <= _EXACT)
 
 
 def as_tensor(number: float) -> torch.Tensor:
-    """A number as a tensor without dimensions, from which ``item()`` gives it back."""
-    return torch.tensor(number, dtype=torch.float64 if type(number) is float else None)
+    """A number as a complex one without dimensions, whose imaginary part says of which type it is."""
+    return torch.tensor(complex(float(number), _NUMBERS.index(type(number))), dtype=torch.complex128)
+
+
+def as_number(sent: torch.Tensor) -> Any:
+    """The number that :func:`as_tensor` has sent."""
+    value = complex(sent.item())
+    return _NUMBERS[int(value.imag)](value.real)
 
 
 def fields(batch: Batch) -> dict[str, torch.Tensor]:
-    """All that a loss can read of a batch, by path: its tensors, and its numbers as tensors without dimensions."""
+    """All that a loss can read of a batch, by path: its tensors, and its numbers as :func:`as_tensor` gives them."""
     return leaves(batch) | {path: as_tensor(number) for path, number in numbers(batch).items()}
 
 

@@ -25,11 +25,13 @@ _NOT_OBJECTS = (
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object of which one holds a tensor; empty for anything else."""
+    """The attributes of an object of which one holds a tensor; empty for anything else, and if it holds itself."""
     if isinstance(value, _NOT_OBJECTS):
         return {}
     own = _attributes(value)
-    return own if any(_holds_tensor(item, _DEPTH) for item in own.values()) else {}
+    if not any(_holds_tensor(item, _DEPTH) for item in own.values()):
+        return {}
+    return {} if any(_reaches(item, value, _DEPTH) for item in own.values()) else own
 
 
 def with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
@@ -57,14 +59,16 @@ def _listed(slots: Any) -> list[str]:
 def _holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if not depth:
-        return False
+    return depth > 0 and any(_holds_tensor(item, depth - 1) for item in _inner(value))
+
+
+def _reaches(value: Any, wanted: Any, depth: int) -> bool:
+    return value is wanted or (depth > 0 and any(_reaches(item, wanted, depth - 1) for item in _inner(value)))
+
+
+def _inner(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        inner = list(value)
-    elif isinstance(value, _NOT_OBJECTS):
-        return False
-    else:
-        inner = list(_attributes(value).values())
-    return any(_holds_tensor(item, depth - 1) for item in inner)
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [] if isinstance(value, _NOT_OBJECTS) else list(_attributes(value).values())

@@ -183,8 +183,8 @@ def _unobserved(what: str) -> JobError:
     return JobError(
         what,
         got="a use of it in the loss",
-        expected="only tensors that the loss read on the first batch",
-        remedy="Let the loss read the same tensors for every batch; numbers of the batch must come as tensors.",
+        expected="what the loss read on the first batch",
+        remedy="Let the loss read the same tensors for every batch; strings and other objects are not sent.",
     )
 
 

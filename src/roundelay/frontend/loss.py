@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.batch import Batch, is_number, replace, without_tensors
+from roundelay.frontend.batch import Batch, as_number, is_number, replace, without_tensors
 from roundelay.frontend.export_adapter import Opaque, OutputShape
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss_closure import ClosureSlots, unread
@@ -144,7 +144,7 @@ class LossCall:
         batch = with_tensors(
             self.layout,
             lambda path: fields.get(path, Opaque(f"batch field {path!r}")),
-            lambda path, leaf: _number(leaf, fields[path]) if path in fields else None,
+            lambda path, _: _number(fields[path]) if path in fields else None,
         )
         watch = LabelWatch()
         with self.places.filled(lambda i: self._leaf(read, i)), watch if labels and not counted else nullcontext():
@@ -164,9 +164,9 @@ class LossCall:
         return Opaque(f"output {i}") if i < self.places.start else unread(self.places, i)
 
 
-def _number(like: Any, value: Any) -> Any:
-    """A number as the person's code gets it: of Python's or NumPy's type, as on the first batch."""
-    return type(like)(value.item()) if isinstance(value, torch.Tensor) else value
+def _number(value: Any) -> Any:
+    """A number as the person's code gets it."""
+    return as_number(value) if isinstance(value, torch.Tensor) else value
 
 
 def _of_labels(loss: torch.Tensor, terms: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,13 +77,13 @@ def observe_loss(
         called = CheckedLoss(loss, seen.checks)
         left += tuple(SideOutput(slot, OutputShape(tree_structure(0), {})) for slot in called.slots())
     trial = _Trial(called, model, seen.shape, ClosureSlots(left, (), seen.shape.num_tensors), own, batch, sample)
-    try:
-        reads, changed = _observe(trial, outputs, state)
-    except JobError:  # perhaps as it uses a number of the batch, which cannot be observed
-        if not numbers(batch):
-            raise
+    uses = False
+    if numbers(batch):  # whose use cannot be observed: it gets them, and whether it needs them is tried
+        uses = _fails(trial, outputs, state)
         trial = replace(trial, numbers=True)
-        reads, changed = _observe(trial, outputs, state)
+    reads, changed = _observe(trial, outputs, state)
+    if uses:  # it may read other fields where a number is another
+        reads = replace(reads, batch=tuple(fields(batch)))
     if reads.weights:
         weights = {name: own[name] for name in reads.weights}
         trial = replace(trial, places=replace(trial.places, weights=weights_at(state, weights)))
@@ -96,13 +96,22 @@ def observe_loss(
                 expected="weights that it reads from the model, or from a list or a dict",
                 remedy="Let the loss read it from the model, as in model.head.weight, or let forward return it.",
             )
-        reads = replace(again, weights=reads.weights)
+        reads = replace(again, weights=reads.weights, batch=reads.batch)
     call = LossCall(called, reads, seen.shape, trial.places, batch)
     before_call = ReachableState(state.roots, model)
     try:
         return _with_unobserved_reads(call, outputs), changed
     finally:
         before_call.restore()
+
+
+def _fails(trial: _Trial, outputs: Sequence[torch.Tensor], state: ReachableState) -> bool:
+    """Whether the loss cannot do without the numbers of the batch."""
+    try:
+        _observe(trial, outputs, state)
+    except JobError:
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class ProxyMode(TorchFunctionMode):
         if name != "__get__":
             args = tuple([self._proxied(arg) for arg in args])
             kwargs = {key: self._proxied(arg) for key, arg in kwargs.items()}
-        if name == "__bool__" and (truth := self.truths.truth(args[0])) is not None:
+        if self.truths.is_asked(name, args) and (truth := self.truths.truth(args[0])) is not None:
             return truth
         result = func(*args, **kwargs)
         self.truths.follow(name, args, result)

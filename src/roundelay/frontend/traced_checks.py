@@ -40,7 +40,6 @@ _NOT = {"logical_not", "__invert__", "bitwise_not"}
 _KEPT = {
     "all",
     "any",
-    "item",
     "squeeze",
     "flatten",
     "reshape",
@@ -85,6 +84,12 @@ class TruthValues:
         elif name in _BOTH and len(known) == 2:
             self._finite[result] = _BOTH[name](*known)
 
+    def is_asked(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether a torch function asks for the truth of a tensor, as ``item()`` of a test for finite numbers does."""
+        if name != "item":
+            return name == "__bool__"
+        return args[0].dtype is torch.bool and args[0] in self._finite
+
     def truth(self, value: torch.Tensor) -> bool | None:
         """What a traced forward may take for the truth of a tensor; None if it must not be known."""
         expected: bool | None = self._finite.get(value)
@@ -104,8 +109,8 @@ def _users_frame() -> types.FrameType | None:
 
 def _passing(frame: types.FrameType | None) -> bool | None:
     """With which truth of the tensor that is now asked for the code goes on, where with the other it raises."""
-    if frame is None:
-        return None
+    if frame is None or any(step.opname == "CHECK_EXC_MATCH" for step in dis.get_instructions(frame.f_code)):
+        return None  # what it raises may be caught
     code = {step.offset: step for step in dis.get_instructions(frame.f_code) if step.opname not in _EMPTY}
     order = sorted(code)
     after = dict(itertools.pairwise(order))
@@ -190,7 +195,7 @@ class CheckedLoss:
                     check.where,
                     got=f"{not check.expected}",
                     expected=f"{check.expected}, for which the model was captured",
-                    remedy="In plain PyTorch the other branch is taken here. Look at the loss before this update; a "
-                    "lower learning rate or --clip keeps numbers finite.",
+                    remedy="The graph has one branch. If it depends on the number of rows, give --micro-batches 1; "
+                    "if numbers are not finite, look at the loss before: a lower learning rate or --clip helps.",
                 )
         return self._loss(outputs, batch)

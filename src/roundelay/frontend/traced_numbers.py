@@ -8,6 +8,9 @@ them, until the trace has ended.
 from __future__ import annotations
 
 import builtins
+import dis
+import types
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -28,6 +31,29 @@ class _AsPython(type):
             if isinstance(value, (torch.SymInt, torch.SymFloat)):
                 return torch.sym_int(value) if cls.__name__ == "int" else torch.sym_float(value)
         return getattr(builtins, cls.__name__)(*args, **kwargs)
+
+
+def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
+    """The code of a module's functions and methods."""
+    held = [*names.values()]
+    held += [value for kind in names.values() if isinstance(kind, type) for value in vars(kind).values()]
+    waiting = [value.__code__ for value in held if isinstance(value, types.FunctionType) and value.__globals__ is names]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+_NEAR = 8
+"""Steps of bytecode within which ``isinstance`` is loaded before its classes."""
+
+
+def _only_calls(code: types.CodeType) -> bool:
+    """Whether a function only calls ``int`` and ``float``, or gives them to ``isinstance``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    loads = [i for i, step in enumerate(steps) if step.opname == "LOAD_GLOBAL" and step.argval in _SHADOWS]
+    others = [i for i in loads if "NULL" not in steps[i].argrepr]
+    return all(any(step.argval == "isinstance" for step in steps[max(0, i - _NEAR) : i]) for i in others)
 
 
 _SHADOWS: dict[str, type] = {name: _AsPython(name, (getattr(builtins, name),), {}) for name in ("int", "float")}
@@ -53,6 +79,8 @@ class TracedNumbers:
                 names = frame.tb_frame.f_globals if {*code.co_names} & {*_SHADOWS} else None
             frame = frame.tb_next
         if not isinstance(error, GuardOnDataDependentSymNode) or names is None or {*names} & {*_SHADOWS}:
+            return False
+        if not all(map(_only_calls, _codes(names))):
             return False
         names.update(_SHADOWS)
         self._shadowed.append(names)
