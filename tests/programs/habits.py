@@ -224,6 +224,16 @@ def a_hash_in_the_batch_that_nobody_reads() -> Job:
     return job(Body(), lambda o, b: functional.cross_entropy(o, b["y"]), data, inputs=lambda b: ((b["x"],), {}))
 
 
+@refused("neither a tensor nor a number")
+def a_number_that_is_too_large_to_be_sent() -> Job:
+    data = [{"x": x, "y": y, "id": 2**60 + i} for i, (x, y) in enumerate(batches())]
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        return functional.cross_entropy(outputs, batch["y"]) * (1 + batch["id"] % 2)
+
+    return job(Body(), loss, data, inputs=lambda b: ((b["x"],), {}))
+
+
 @refused("neither a tensor nor a number|a use of it in the loss")
 def a_string_of_the_batch_that_selects() -> Job:
     data = [{"x": x, "y": y, "task": "ab"[i % 2]} for i, (x, y) in enumerate(batches())]
