@@ -143,9 +143,11 @@ def test_a_worker_alone_ends_with_its_run() -> None:
 
 
 def test_the_example_of_the_page_on_jobs_reports_every_update(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Behind the job that stands above it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ROUNDELAY_RUNS")
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (job,) = (block for block in blocks if block.startswith("# my_job.py"))
     (example,) = (block for block in blocks if "on_update=" in block)
