@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,15 @@ def test_a_log_holds_one_line_for_each_call_of_the_run(kind: str, flushes: bool,
         log.write("end\n")
     lines = (tmp_path / "log.csv").read_text().split()
     assert lines == ["begin", *["line"] * STEPS * PARTS, "end"]
+
+
+def test_a_file_that_may_be_read_too_is_read_in_trials(tmp_path: Path) -> None:
+    """A database, or shared memory: its descriptor allows both."""
+    (tmp_path / "scales").write_bytes(b"2")
+    with (tmp_path / "scales").open("r+b", buffering=0) as scales:
+
+        def loss(outputs: Any, batch: Any) -> torch.Tensor:
+            scale = float(os.pread(scales.fileno(), 1, 0))
+            return functional.cross_entropy(outputs, batch[1]) * scale
+
+        assert roundelay.verify(job(loss), steps=2, workers=2, micro_batches=PARTS, cuts="equal").equal

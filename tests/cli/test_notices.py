@@ -66,6 +66,12 @@ def test_a_comparison_tells_once(job: Path, capsys: Capture) -> None:
     assert " ".join(said.err.split()).count(TOLD) == 1
 
 
+def test_the_report_of_a_run_from_python_tells(job: Path) -> None:
+    with pytest.warns(roundelay.PlanWarning, match=TOLD):
+        trained = roundelay.train(job, workers=2, micro_batches=4, cuts="equal", steps=2, out="run")
+    assert TOLD in trained.report().read_text()
+
+
 def test_python_warns() -> None:
     data = [(torch.randn(8, 8), torch.randint(4, (8,)))]
     made = roundelay.Job(

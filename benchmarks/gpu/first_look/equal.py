@@ -207,7 +207,7 @@ def _char_gpt() -> Job:
 
 def programs(place: Place, part: int, of_parts: int) -> None:
     """Programs of strangers: those that train are verified, those that are refused are refused in the same words."""
-    for module in ("buffers", "calls", "losses", "results", "states", "weights"):  # they fill the table
+    for module in ("buffers", "calls", "habits", "losses", "results", "states", "weights"):  # they fill the table
         importlib.import_module(f"tests.programs.{module}")
     table = importlib.import_module("tests.programs.table").PROGRAMS
     fresh = importlib.import_module("tests.programs.plain").fresh

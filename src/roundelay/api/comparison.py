@@ -230,7 +230,7 @@ class _Comparison:
         if not self._folder.settings.exists():
             self._folder.begin(self._settings)
         write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
-        return with_warnings(planned, stacklevel=2)
+        return with_warnings(planned, stacklevel=2).plan
 
     def plans(self, compared: Sequence[Variant]) -> tuple[dict[str, Plan], dict[str, str]]:
         """Plans by rule, and by refused rule the reason."""

@@ -147,17 +147,17 @@ def plan(
     check_here({"workers": workers, "rule": rule, **{name: v for name, v in choices.items() if v is not None}})
     made = given_job(job, seed)
     planned = plan_with_reasons(made, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
-    return with_warnings(planned, stacklevel=3)
+    return with_warnings(planned, stacklevel=3).plan
 
 
 def captured_and_planned(
-    function: Callable[..., Any], given_as: GivenJob, plan: Plan | None, seed: int, choices: Mapping[str, Any]
-) -> tuple[Job, Captured, Plan]:
+    function: Callable[..., Any], job: GivenJob, plan: Plan | None, seed: int, choices: Mapping[str, Any]
+) -> tuple[Job, Captured, Planned]:
     """Return the job, captured, and the plan passed to a function, or one made from the choices passed to it.
 
     Args:
         function: the function, to name it in errors.
-        given_as: the job, as it is given; it is made after the choices are checked.
+        job: the job, as it is given; it is made after the choices are checked.
         plan: the plan, or None.
         seed: of the data.
         choices: as for :func:`plan`, including ``workers``, ``rule`` and ``cuts``; None means not given.
@@ -172,9 +172,13 @@ def captured_and_planned(
         check_here(given)
     refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
     if plan is None:
-        job = given_job(given_as, seed)
-        captured = capture(job, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
-        return job, captured, with_warnings(plan_with_reasons(job, captured=captured, seed=seed, **given), stacklevel=4)
+        made = given_job(job, seed)
+        captured = capture(made, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
+        return (
+            made,
+            captured,
+            with_warnings(plan_with_reasons(made, captured=captured, seed=seed, **given), stacklevel=4),
+        )
     if given:
         names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
@@ -183,12 +187,12 @@ def captured_and_planned(
             expected="one of them: a plan contains all choices",
             remedy=f"Leave {names} out, or leave the plan out, or make the plan by roundelay.plan(job, {call}).",
         )
-    job = given_job(given_as, seed)
-    return job, capture(job, seed=seed, deadline_s=plan.deadline_s), plan
+    made = given_job(job, seed)
+    return made, capture(made, seed=seed, deadline_s=plan.deadline_s), Planned(plan)
 
 
-def with_warnings(planned: Planned, stacklevel: int) -> Plan:
-    """The plan; a :class:`PlanWarning` tells the caller where it trains something else than whole batches.
+def with_warnings(planned: Planned, stacklevel: int) -> Planned:
+    """The same; a :class:`PlanWarning` tells the caller where it trains something else than whole batches.
 
     Args:
         planned: the plan and what to say of it.
@@ -196,7 +200,7 @@ def with_warnings(planned: Planned, stacklevel: int) -> Plan:
     """
     for text in planned.warnings:
         warnings.warn(text.removeprefix("warning: "), PlanWarning, stacklevel=stacklevel)
-    return planned.plan
+    return planned
 
 
 def plan_with_reasons(

@@ -96,9 +96,11 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             "`roundelay train JOB.py` under the launcher makes them the workers of one training",
             stacklevel=2,
         )
-    made, captured, chosen = captured_and_planned(train, job, plan, seed, {"workers": workers, "rule": rule, **choices})
+    made, captured, planned = captured_and_planned(
+        train, job, plan, seed, {"workers": workers, "rule": rule, **choices}
+    )
     start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=made.weights is not None)
-    session = Session(made, captured, chosen, seed, Length(steps=steps, epochs=epochs), start)
+    session = Session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), start)
     if session.drained is not None:
         warnings.warn(f"{session.drained.reason}: the first batches read newer weights", PlanWarning, stacklevel=2)
     checked = session.check(check)
@@ -108,7 +110,9 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     if folder is None:
         saving = None if checkpoint is None else Saving(path=checkpoint, every=checkpoint_every or 0)
         return replace(session.run(notify=broadcast(watching), saving=saving), check=checked)
-    return _recorded(session, folder, checkpoint, checkpoint_every or 0, watching, checked, told=progress)
+    return _recorded(
+        session, folder, checkpoint, checkpoint_every or 0, watching, (checked, planned.notices), told=progress
+    )
 
 
 def _asked_folder(out: str | Path | bool | None) -> tuple[Path, str | None] | None:
@@ -129,11 +133,12 @@ def _recorded(
     checkpoint: Path | None,
     every: int,
     watching: Sequence[Observer],
-    checked: str,
+    said: tuple[str, Sequence[str]],
     *,
     told: bool,
 ) -> Trained:
-    """Train, and write what happens into a folder."""
+    """Train, and write what happens into a folder; ``said``: how the job was checked, and notices of its plan."""
+    checked, notices = said
     folder = RunFolder.create(*where, point=where[1] is None)
     try:
         folder.write_plan(session.plan.text())
@@ -147,7 +152,7 @@ def _recorded(
             folder.plan.unlink(missing_ok=True)
             folder.discard()
         raise
-    write_results(session, trained, folder, {}, checked)
+    write_results(session, trained, folder, {}, checked, notices)
     if told:
         _say(f"Run folder: {folder.path}")
     return replace(trained, check=checked, folder=folder.path)

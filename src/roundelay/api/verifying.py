@@ -163,9 +163,10 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     """
     check_tamper(tamper)
     check_length(steps, epochs)
-    made, captured, chosen = captured_and_planned(
+    made, captured, planned = captured_and_planned(
         verify, job, plan, seed, {"workers": workers, "rule": rule, **choices}
     )
+    chosen = planned.plan
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)
     fidelity = check_fidelity(made, captured, chosen, seed, length, resumed=resume is not None)

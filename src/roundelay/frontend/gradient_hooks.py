@@ -67,8 +67,9 @@ def call_hooks(hooks: Mapping[str, tuple[Hook, ...]], weights: Mapping[str, torc
     """
     for name, own in hooks.items():
         gradient = weights[name].grad if name in weights else None
+        version = 0 if gradient is None else gradient._version
         for hook in own:
-            if gradient is not None and _changes(hook, gradient):
+            if gradient is not None and (hook(gradient) is not None or gradient._version != version):
                 raise JobError(
                     f"parameter {name!r}",
                     got="a hook on its gradient that changes it",

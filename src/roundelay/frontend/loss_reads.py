@@ -77,13 +77,15 @@ def observe_loss(
         called = CheckedLoss(loss, seen.checks)
         left += tuple(SideOutput(slot, OutputShape(tree_structure(0), {})) for slot in called.slots())
     trial = _Trial(called, model, seen.shape, ClosureSlots(left, (), seen.shape.num_tensors), own, batch, sample)
-    uses = False
-    if numbers(batch):  # whose use cannot be observed: it gets them, and whether it needs them is tried
-        uses = _fails(trial, outputs, state)
+    if numbers(batch):  # whose use cannot be observed: it gets them, and whether they matter is tried
+        without = _without_numbers(trial, outputs, state)
         trial = replace(trial, numbers=True)
-    reads, changed = _observe(trial, outputs, state)
-    if uses:  # it may read other fields where a number is another
-        reads = replace(reads, batch=tuple(fields(batch)))
+        reads, changed = _observe(trial, outputs, state)
+        if without is None or {*without.batch} != {*reads.batch} - numbers(batch).keys():
+            # with another number it may read another field, and be no mean over labels
+            reads = replace(reads, batch=tuple(fields(batch)), labels=None)
+    else:
+        reads, changed = _observe(trial, outputs, state)
     if reads.weights:
         weights = {name: own[name] for name in reads.weights}
         trial = replace(trial, places=replace(trial.places, weights=weights_at(state, weights)))
@@ -105,13 +107,12 @@ def observe_loss(
         before_call.restore()
 
 
-def _fails(trial: _Trial, outputs: Sequence[torch.Tensor], state: ReachableState) -> bool:
-    """Whether the loss cannot do without the numbers of the batch."""
+def _without_numbers(trial: _Trial, outputs: Sequence[torch.Tensor], state: ReachableState) -> LossReads | None:
+    """What the loss reads if it does not get the numbers of the batch; None if it cannot do without."""
     try:
-        _observe(trial, outputs, state)
+        return _observe(trial, outputs, state)[0]
     except JobError:
-        return True
-    return False
+        return None
 
 
 @dataclass(frozen=True, slots=True)

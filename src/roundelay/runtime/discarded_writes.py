@@ -44,10 +44,13 @@ def discard_open_files(except_for: int) -> None:
 
 
 def _is_written(descriptor: int) -> bool:
-    """Whether it belongs to a file on a disk that was opened for writing."""
+    """Whether it belongs to a file on a disk that was opened for writing alone, as logs are.
+
+    What may be read as well, such as shared memory or a database, is read in trials too.
+    """
     if descriptor < _OF_THE_PROCESS or not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY)
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY)
 
 
 def _to_nowhere(descriptor: int) -> None:

@@ -18,7 +18,7 @@ from roundelay.job import Job, Named
 from roundelay.runtime.elementwise_updates import ElementwiseWatch
 from roundelay.runtime.forked_call import isolated
 from roundelay.runtime.stage_optimizer import build_optimizer, groups_of, narrow, no_group_empty
-from roundelay.runtime.stage_optimizer_check import LIMIT_S, is_ordinary
+from roundelay.runtime.stage_optimizer_check import LIMIT_S, apart, is_ordinary
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
@@ -53,7 +53,7 @@ def check_split(job: Job, named: Named, dims: Mapping[str, int]) -> None:
     if found:
         why = next(iter(found.values()))
         raise JobError(
-            f"Job(optimizer=...), {type(build_optimizer(job.optimizer, _apart(named))).__name__}",
+            f"Job(optimizer=...), {type(build_optimizer(job.optimizer, apart(named))).__name__}",
             got=f"{why}, for {listed(list(found))}: of {'it' if len(found) == 1 else 'each'} a worker has a part",
             expected="an optimizer that treats each element alone, as SGD and Adam do",
             remedy="Take such an optimizer, or leave out --tensor-parallel, --zero, or the plan's tables.",
@@ -65,11 +65,11 @@ def needs_whole(job: Job, named: Named, dims: Mapping[str, int]) -> dict[str, st
 
     Arguments as of :func:`check_split`.
     """
-    apart = _apart(named)
-    optimizer = build_optimizer(job.optimizer, apart)
+    own = apart(named)
+    optimizer = build_optimizer(job.optimizer, own)
     if not dims or (is_ordinary(optimizer) and type(optimizer).__name__ in ELEMENTWISE):
         return {}
-    alike = _alike(optimizer, apart, dims)
+    alike = _alike(optimizer, own, dims)
 
     def tried() -> dict[str, str]:
         with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=[]):
@@ -84,10 +84,6 @@ def needs_whole(job: Job, named: Named, dims: Mapping[str, int]) -> dict[str, st
         except RunError as error:  # it was killed, or took too long
             found = dict.fromkeys(alike, f"a step that could not be tried ({error.got})")
     return {other: found[name] for name, others in alike.items() if name in found for other in others}
-
-
-def _apart(named: Named) -> Named:
-    return [(name, torch.nn.Parameter(p.detach(), p.requires_grad)) for name, p in named]
 
 
 def _alike(optimizer: torch.optim.Optimizer, named: Named, dims: Mapping[str, int]) -> dict[str, list[str]]:

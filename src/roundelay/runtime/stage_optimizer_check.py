@@ -58,7 +58,7 @@ def check_narrowing(job: Job, named: Named, partition: Sequence[Sequence[str]], 
         JobError: naming the optimizer or its hook, and the first parameter or state entry that differs, or what a
             hook changes outside of the optimizer.
     """
-    optimizer = build_optimizer(job.optimizer, _apart(named))
+    optimizer = build_optimizer(job.optimizer, apart(named))
     if not always and is_ordinary(optimizer):
         return
 
@@ -87,7 +87,8 @@ def _of_model(model: torch.nn.Module) -> Tensors:
     return tensors
 
 
-def _apart(named: Named) -> Named:
+def apart(named: Named) -> Named:
+    """New parameters in the memory of these, without their gradients and hooks."""
     return [(name, torch.nn.Parameter(p.detach(), p.requires_grad)) for name, p in named]
 
 
