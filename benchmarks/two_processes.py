@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from roundelay import Job, capture, plan
-from roundelay.api.training import Length, Session
+from roundelay.session.training import Length, Session
 
 WARM = 5
 """Updates that do not count."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from roundelay.api.cyclic_costs import Costs, chain
-from roundelay.api.cyclic_table import costs_of, rows
+from roundelay.compare.cyclic_costs import Costs, chain
+from roundelay.compare.cyclic_table import costs_of, rows
 from roundelay.errors import PlanError
 from roundelay.ir import rule as rules
 from roundelay.ir.micro_batch import stream

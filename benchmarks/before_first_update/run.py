@@ -25,8 +25,8 @@ from typing import Any
 
 import roundelay
 from benchmarks.common import machine, table
-from roundelay.api.job_file import load_job
-from roundelay.frontend.export_adapter import default_inputs
+from roundelay.frontend.export.export_adapter import default_inputs
+from roundelay.planning.job_file import load_job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

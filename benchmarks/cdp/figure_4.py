@@ -32,13 +32,13 @@ from benchmarks.cdp.figure_4_picture import Panel, picture
 from benchmarks.common import machine, table
 from benchmarks.networks.resnet import resnet
 from benchmarks.networks.vit import vit
-from roundelay.api.cuts import FLOPS, MEMORY_TIME, cut, profiled, saved_storages
-from roundelay.api.cyclic_costs import chain
+from roundelay.compare.cyclic_costs import chain
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes, staggered_bytes
 from roundelay.planner.partition_dp import choose_cuts
+from roundelay.planning.cuts import FLOPS, MEMORY_TIME, cut, profiled, saved_storages
 
 SIZES = (4, 8, 32)
 PAPER = {("ResNet-50", 32): "30 %", ("ViT-B/16", 32): "42 %"}

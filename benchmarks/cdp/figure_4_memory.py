@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from roundelay.api.cyclic_costs import chain
+from roundelay.compare.cyclic_costs import chain
 from roundelay.frontend import Captured
-from roundelay.frontend.keyed_rng import RngKey
+from roundelay.frontend.stages.keyed_rng import RngKey
 from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan

@@ -22,11 +22,11 @@ from benchmarks.cdp.jitter_simulated import plan_of, run_of
 from benchmarks.cdp.jitter_simulated import step_of as simulated_step
 from benchmarks.common import Asked, alternate, report, spread, table
 from roundelay.actor.machine import Run
-from roundelay.api.run_record import ExecutedInstruction
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, Handler, do_backward, do_forward
+from roundelay.session.run_record import ExecutedInstruction
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 
 SIZE, WIDTH, SEED = 4, 16, 0
 BATCHES = 24

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.cdp.jitter_durations import Factors, Variation, counted, factor_of, factors, own_means, step_s
 from roundelay.actor.machine import Run
-from roundelay.api.cyclic_costs import chain
+from roundelay.compare.cyclic_costs import chain
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import SUMS, Program

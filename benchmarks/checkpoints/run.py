@@ -29,11 +29,11 @@ import roundelay
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.schedule.run import B, F, asleep
 from roundelay.actor.machine import Run
-from roundelay.api.checkpointing import Saving
-from roundelay.api.training import Length, Session
 from roundelay.env import better_malloc
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_backward, do_forward, do_update
+from roundelay.session.checkpointing import Saving
+from roundelay.session.training import Length, Session
 
 WIDTH, LAYERS, EVERY = 1024, 8, 10
 BEHIND = 6

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import roundelay
 from benchmarks.common import Asked, alternate, asked, report, spread, table
-from roundelay.api.cuts import WAYS, profiled
-from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.planner.cost_model import CostParameters, StageCosts, stage_costs
+from roundelay.planning.cuts import WAYS, profiled
+from roundelay.session.training import Length, Session
 
 WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"
 

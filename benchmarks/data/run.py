@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import alternate, asked, report, spread, table
 from roundelay import Job, capture, plan
-from roundelay.api.training import Length, Session
+from roundelay.session.training import Length, Session
 
 WIDTH, ROWS = 512, 64
 SLEEP_S = 0.008

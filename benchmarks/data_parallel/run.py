@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.two_processes import WARM, of_two_ranks, planned, update_ms
 from roundelay import Job
-from roundelay.api.training import Session
 from roundelay.env import better_malloc
+from roundelay.session.training import Session
 
 SIZES = ((512, 3, 8), (1024, 4, 16), (2048, 4, 32))
 """Width, layers, rows of a batch."""

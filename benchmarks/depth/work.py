@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import roundelay
 from benchmarks.common import alternate, asked, report, spread, table
-from roundelay.api.training import Length, Session
+from roundelay.session.training import Length, Session
 
 D, WIDTH, HIDDEN = 8, 128, 512
 RULES = {

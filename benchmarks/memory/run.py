@@ -23,10 +23,10 @@ import roundelay
 from benchmarks.common import asked, report, table
 from benchmarks.memory.weights import COLUMNS, held
 from benchmarks.stage_functions.run import Attention
-from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.planner.memory_model import estimate_memory
+from roundelay.session.training import Length, Session
 
 D, WIDTH, LENGTH, BLOCKS = 4, 64, 64, 4
 MIB = 2**20

@@ -16,7 +16,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_read, do_update
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.processes.worker_messages import Report
 from roundelay.transport.endpoint import Message
 
 Handler = Callable[[Context, Run], MicroBatch | None]

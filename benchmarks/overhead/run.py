@@ -22,7 +22,7 @@ from benchmarks.overhead import bare, kept
 from benchmarks.overhead.ours import handlers
 from benchmarks.schedule.run import WIDTH, M, job
 from roundelay import capture, plan
-from roundelay.api.training import Length, Session
+from roundelay.session.training import Length, Session
 
 TRANSPORTS = ("memory", "shm", "gloo")
 # forked ones first: a thread that is just ending may hold a lock, which a child would then wait for

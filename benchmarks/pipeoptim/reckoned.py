@@ -17,13 +17,13 @@ from benchmarks.common import table
 from benchmarks.papers import Asked, D, optimizer
 from benchmarks.pipeoptim import paper
 from benchmarks.tasks import grammar, images
-from roundelay.api.memory_report import optimizer_bytes
-from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.planner.cost_model import BYTES_PER_S, roofline
 from roundelay.planner.memory_model import estimate_memory
+from roundelay.planning.memory_report import optimizer_bytes
+from roundelay.session.training import Length, Session
 
 MIB = 2**20
 SAME_ROWS = 64

@@ -27,8 +27,8 @@ STEPS, SHORT_STEPS = 60, 30
 JOBS = {"char_gpt": ROOT / "examples" / "char_gpt.py", "GPT-2": HERE / "gpt2.py", "MLP": HERE / "mlp.py"}
 PLAIN = """
 import sys
-from roundelay.api.plain_baseline import measure
-from roundelay.api.job_file import load_job
+from roundelay.proof.plain_baseline import measure
+from roundelay.planning.job_file import load_job
 from pathlib import Path
 path, threads = Path(sys.argv[1]), int(sys.argv[2])
 print(measure(load_job(path, 0), 0, threads))

@@ -20,11 +20,11 @@ import roundelay
 from benchmarks import rival
 from benchmarks.common import alternate, asked, report, slope, spread, table
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.rule import rule_named
 from roundelay.runtime.handlers import Context, do_backward, do_backward_weight, do_forward
 from roundelay.schedules import schedule_named
+from roundelay.session.training import Length, Session
 
 F, B, D, M, WIDTH = 0.020, 0.040, 4, 8, 16
 BOTH = ("gpipe", "1f1b", "pipeoptim mixed")

@@ -23,8 +23,8 @@ import roundelay
 from benchmarks.common import asked, report, table
 from benchmarks.stage_functions.run import BLOCKS, loss
 from roundelay.frontend import RngKey
-from roundelay.frontend.segment import Segment
-from roundelay.frontend.split_backward import settle
+from roundelay.frontend.stages.segment import Segment
+from roundelay.frontend.stages.split_backward import settle
 from roundelay.lower.partition import partition
 
 Grads = dict[str, torch.Tensor]

@@ -22,9 +22,9 @@ from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.two_processes import planned, update_ms
 from examples import face_recognition, wide_and_deep
 from roundelay import Job
-from roundelay.api.training import Session
 from roundelay.env import better_malloc
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.session.training import Session
 
 VOCABULARIES = (20_000, 100_000, 400_000, 1_600_000)
 IDENTITIES = (10_000, 40_000)

@@ -20,9 +20,9 @@ import roundelay
 from benchmarks.common import asked, report, table
 from roundelay.errors import CaptureError
 from roundelay.frontend import Captured, RngKey
-from roundelay.frontend.stage_profiler import compile_for
 from roundelay.ir.graph import LOSS
 from roundelay.lower.partition import partition
+from roundelay.planning.stage_profiler import compile_for
 
 MODES = ("stash", "mixed", "recompute")
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.overhead.run import TRANSPORTS, session
 from roundelay import capture, plan
-from roundelay.api.events import Event, Updated
-from roundelay.api.job_file import load_job
+from roundelay.planning.job_file import load_job
+from roundelay.session.events import Event, Updated
 
 WORKERS = 4
 LIMIT_S = 120.0

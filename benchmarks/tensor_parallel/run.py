@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.two_processes import WARM, of_two_ranks, planned, update_ms
 from roundelay import Job
-from roundelay.api.training import Session
 from roundelay.env import better_malloc
+from roundelay.session.training import Session
 
 SIZES = ((256, 4, 8), (512, 4, 8))
 """Width, layers, rows of a batch."""

@@ -29,7 +29,7 @@ class Peekable:
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
         #: of the first epoch, what has been opened and not been read on by a run
-        #: (:mod:`roundelay.runtime.loader_epoch`)
+        #: (:mod:`roundelay.runtime.loading.loader_epoch`)
         self.opened: Any = None
         #: the last iterator that was given: the same one again has been read
         self.once: Any = None

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import roundelay
-from roundelay.api.checkpointing import Saving
-from roundelay.api.planning import capture
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session
 from roundelay.errors import CheckpointError, PlanError
 from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.ir.rule import rules
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
+from roundelay.planning.planning import capture
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.session.checkpointing import Saving
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 from tests.api.jobs import make, mlp
 from tests.resume.cuts import every_checkpoint
 
@@ -119,7 +119,7 @@ def test_averages_are_proved_under_every_rule(rule: str) -> None:
 
 
 def test_an_average_that_misses_an_update_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roundelay.runtime.weight_averages import WeightAverages
+    from roundelay.runtime.optimizer.weight_averages import WeightAverages
 
     real, calls = WeightAverages.update, list[int]()
 

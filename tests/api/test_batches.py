@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import roundelay
-from roundelay.api.training import Trained
 from roundelay.errors import JobError
 from roundelay.job import Job
+from roundelay.session.training import Trained
 
 Batch = dict[str, Any]
 ROWS, BATCHES = 4, 5

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.comparison import Compared, RunFinished, RunResumed, RunStarted, optimizer_factory
-from roundelay.api.comparison_charts import chart_of, mean_curve, write_comparison
-from roundelay.api.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
-from roundelay.api.comparison_variants import variants
-from roundelay.api.events import Updated
-from roundelay.api.run_results import Point, RunResult
 from roundelay.checkpoint.stored_files import is_checkpoint
+from roundelay.compare.comparison import Compared, RunFinished, RunResumed, RunStarted, optimizer_factory
+from roundelay.compare.comparison_charts import chart_of, mean_curve, write_comparison
+from roundelay.compare.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
+from roundelay.compare.comparison_variants import variants
+from roundelay.compare.run_results import Point, RunResult
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rules
 from roundelay.page.run_page import run_page
+from roundelay.session.events import Updated
 from tests.api import jobs
 
 RULES = ("1f1b", "pipeoptim:paper:mixed", "async")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundelay.api.planning import capture, plan
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import verify_session
 from roundelay.errors import PlanError
-from roundelay.frontend.compiled_segment import CompiledSegment, _key
-from roundelay.frontend.precision import DTYPES
+from roundelay.frontend.stages.compiled_segment import CompiledSegment, _key
+from roundelay.frontend.stages.precision import DTYPES
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.planning.planning import capture, plan
+from roundelay.proof.verifying import verify_session
+from roundelay.session.training import Length, Session
 from tests.api.jobs import make
 
 STEPS = 7

@@ -11,12 +11,12 @@ import torch
 
 import roundelay
 from roundelay import env
-from roundelay.api import cuts
-from roundelay.api.planning import plan_with_reasons
 from roundelay.errors import CaptureError, PlanError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
+from roundelay.planning import cuts
+from roundelay.planning.planning import plan_with_reasons
 from tests.api.jobs import Tied, loss, make, tokens
 
 JOB = make()

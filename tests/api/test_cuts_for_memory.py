@@ -12,14 +12,10 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api import cuts
-from roundelay.api.cuts import saved_storages
-from roundelay.api.planning import plan_with_reasons
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import split
-from roundelay.frontend.keyed_rng import RngKey
-from roundelay.frontend.stage_function import StageTape
-from roundelay.frontend.stage_profiler import profile
+from roundelay.frontend.stages.keyed_rng import RngKey
+from roundelay.frontend.stages.stage_function import StageTape
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -27,6 +23,10 @@ from roundelay.lower.partition import partition
 from roundelay.planner.cut_reasons import most_at_one_time
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.partition_dp import names_of
+from roundelay.planning import cuts
+from roundelay.planning.cuts import saved_storages
+from roundelay.planning.planning import plan_with_reasons
+from roundelay.planning.stage_profiler import profile
 from tests.api.jobs import Tied, make, tokens
 
 SEED = 0

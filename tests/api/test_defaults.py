@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import roundelay
 from roundelay import Job
-from roundelay.api import make_plan as making
-from roundelay.api.default_choices import cores_notice, staleness
-from roundelay.api.explain_plan import plan_notices
-from roundelay.api.make_plan import Planned
-from roundelay.api.planning import plan_with_reasons
 from roundelay.ir.plan import Plan
+from roundelay.planning import make_plan as making
+from roundelay.planning.default_choices import cores_notice, staleness
+from roundelay.planning.explain_plan import plan_notices
+from roundelay.planning.make_plan import Planned
+from roundelay.planning.planning import plan_with_reasons
 
 STEPS = 20
 
@@ -125,7 +125,7 @@ def test_the_plan_one_or_two_workers_one_worker_and_two_is_taken_and_the_line_sa
     slower: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {slower: 0.2, 3 - slower: 0.1}
-    monkeypatch.setattr("roundelay.api.default_choices.batch_s", lambda plan: seconds[plan.num_workers])
+    monkeypatch.setattr("roundelay.planning.default_choices.batch_s", lambda plan: seconds[plan.num_workers])
     monkeypatch.setenv("ROUNDELAY_CORES", "8")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = plan_with_reasons(job("a perceptron"))

@@ -21,20 +21,21 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader
 
 import roundelay
-from roundelay.api import fidelity, fidelity_children, fidelity_precheck
-from roundelay.api.fidelity import Fidelity, compare_with_plain
-from roundelay.api.fidelity_differences import DifferenceChecker, FidelityDifference
-from roundelay.api.fidelity_in_process import move
-from roundelay.api.shared_memory_tensors import SharedTensors
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session
 from roundelay.errors import FidelityError, RunError, UsageError
 from roundelay.frontend.loss import LossCall
-from roundelay.frontend.segment import Segment
 from roundelay.frontend.stage_builder import StageBuilder
+from roundelay.frontend.stages.segment import Segment
 from roundelay.job import Job, Named
+from roundelay.proof import fidelity, fidelity_children, fidelity_precheck
+from roundelay.proof.fidelity import Fidelity, compare_with_plain
+from roundelay.proof.fidelity_differences import DifferenceChecker, FidelityDifference
+from roundelay.proof.fidelity_in_process import move
+from roundelay.proof.fidelity_precheck import check_before_training
+from roundelay.proof.shared_memory_tensors import SharedTensors
 from roundelay.runtime import optimizer_steps as stages
-from roundelay.runtime.loader_probe import first_batches
+from roundelay.runtime.loading.loader_probe import first_batches
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 from tests.api import jobs
 
 Batch = tuple[Tensor, Tensor]
@@ -313,7 +314,7 @@ def test_what_is_unbroken_is_verified_in_both_links() -> None:
 
 
 def test_an_average_that_moves_apart_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundelay.runtime.weight_averages.WeightAverages.update", lambda _: None)
+    monkeypatch.setattr("roundelay.runtime.optimizer.weight_averages.WeightAverages.update", lambda _: None)
     result = found(job(layers()), ema=0.9)
     assert (result.kind, "moving average" in result.difference) == ("optimizer", True)
 
@@ -517,7 +518,7 @@ def test_a_loader_with_processes_is_not_started_once_more(monkeypatch: pytest.Mo
     plan = roundelay.plan(one, workers=2, rule="1f1b", micro_batches=1)
     captured = roundelay.capture(one)
     monkeypatch.setattr(fidelity_precheck, "first_batches", lambda *_: pytest.fail("read again"))
-    told = Session(one, captured, plan, 0, Length(steps=3)).check(None)
+    told = check_before_training(Session(one, captured, plan, 0, Length(steps=3)), None)
     assert told == "check full: captured = plain PyTorch (2 updates, 10 gradients, weights, buffers: bit-equal)"
 
 
@@ -687,4 +688,6 @@ def test_a_session_says_how_it_was_checked() -> None:
     captured = roundelay.capture(one)
     plan = roundelay.plan(one, captured=captured, workers=2, rule="1f1b", micro_batches=2)
     session = Session(one, captured, plan, 0, Length(steps=2))
-    assert session.check(None).startswith("check full: captured = plain PyTorch (2 updates, 6 gradients, weights")
+    assert check_before_training(session, None).startswith(
+        "check full: captured = plain PyTorch (2 updates, 6 gradients, weights"
+    )

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundelay.api.memory_report import optimizer_bytes
-from roundelay.api.planning import capture, fitted
-from roundelay.api.planning import plan as make_plan
-from roundelay.api.training import Length, Session
+from roundelay.planning.memory_report import optimizer_bytes
+from roundelay.planning.planning import capture, fitted
+from roundelay.planning.planning import plan as make_plan
+from roundelay.session.training import Length, Session
 from tests.api.jobs import make
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9))

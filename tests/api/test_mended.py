@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import roundelay
-from roundelay.api.planning import capture, plan
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import verify_session
 from roundelay.errors import PlanError, UsageError
+from roundelay.planning.planning import capture, plan
+from roundelay.proof.verifying import verify_session
+from roundelay.session.training import Length, Session
 
 ROWS = 24
 

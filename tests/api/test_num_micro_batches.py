@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundelay
-from roundelay.api.make_plan import Planned
-from roundelay.api.planning import plan_with_reasons
-from roundelay.api.training import Trained
 from roundelay.errors import DivergedError, JobError, PlanError, RoundelayError
 from roundelay.job import Job
+from roundelay.planning.make_plan import Planned
+from roundelay.planning.planning import plan_with_reasons
+from roundelay.session.training import Trained
 from tests.api.jobs import make
 
 Loss = Callable[[Any, Any], Any]

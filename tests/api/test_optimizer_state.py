@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import roundelay
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.optimizer_state import WHOLE, OptimizerState
-from roundelay.runtime.stage_optimizer import build_optimizer, narrow
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.optimizer.optimizer_state import WHOLE, OptimizerState
+from roundelay.runtime.optimizer.stage_optimizer import build_optimizer, narrow
 from tests.api.jobs import make
 from tests.checkpoint.whole import save
 from tests.resume.cuts import every_checkpoint

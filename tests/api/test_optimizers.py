@@ -10,9 +10,9 @@ import torch
 
 import roundelay
 from roundelay.errors import CheckpointError, JobError
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.nested_state import flatten, same_value, unflatten
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.optimizer.nested_state import flatten, same_value, unflatten
 from tests.api.jobs import make
 
 

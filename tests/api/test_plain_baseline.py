@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from roundelay.api.plain_baseline import measure
 from roundelay.job import Job
+from roundelay.proof.plain_baseline import measure
 from tests.conftest import alive
 from tests.runtime.interrupts import bystander, give, handled
 

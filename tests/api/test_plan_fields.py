@@ -17,7 +17,6 @@ import torch
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session, Trained
 from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, InternalError, PlanError
 from roundelay.frontend import Captured
@@ -27,6 +26,7 @@ from roundelay.ir.plan import EMA, EdgePlan, ExchangePlan, Plan, StagePlan, Work
 from roundelay.job import Job
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.runtime.handlers import Context, do_forward
+from roundelay.session.training import Length, Session, Trained
 from tests.api.jobs import make, mlp
 
 

@@ -11,13 +11,13 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import roundelay
-from roundelay.api.training import Trained
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
 from roundelay.runtime import optimizer_steps
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.session.training import Trained
 from tests.api.jobs import make
 
 SAID = [1.0, 1.0, 1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.training import Length, Session, Trained
-from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError, JobError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.proof.verifying import verify_session
 from roundelay.runtime.stage_state import Stage
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.training import Length, Session, Trained
 from tests.api.jobs import Tied, adam, loader, make, mlp, tokens
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from roundelay.api.run_record import RunRecord
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.runtime.worker_messages import Report
+from roundelay.runtime.processes.worker_messages import Report
+from roundelay.session.run_record import RunRecord
 
 
 def loss(batch: int, replica: int, rows: int) -> Report:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import roundelay
-from roundelay.api.checkpointing import Saving
-from roundelay.api.events import Event, Saved
-from roundelay.api.planning import capture
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session, Trained
 from roundelay.checkpoint.checkpoint import Until, load
 from roundelay.errors import UserCodeError
+from roundelay.planning.planning import capture
+from roundelay.session.checkpointing import Saving
+from roundelay.session.events import Event, Saved
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session, Trained
 from tests.api.jobs import make
 
 RULES = ["1f1b", "pipeoptim", "zb-v"]

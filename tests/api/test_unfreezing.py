@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.events import Drained
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import load
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
+from roundelay.proof.verifying import verify_session
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.session.events import Drained
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.training import Length, Session
 from tests.api.jobs import make
 from tests.resume.cuts import every_checkpoint
 

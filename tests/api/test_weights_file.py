@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import roundelay
-from roundelay.api.weights_file import fill
 from roundelay.errors import JobError
+from roundelay.planning.weights_file import fill
 
 
 class Tied(nn.Module):

@@ -16,8 +16,8 @@ import roundelay
 from benchmarks.depth.run import LINES, Line, cost
 from benchmarks.depth.trial import DECAY, MOMENTUM, Net, Trial
 from benchmarks.depth.trial import Optimizer as Formulas
-from roundelay.api.explain_plan import explain
 from roundelay.ir.rule import NO_PREDICTOR
+from roundelay.planning.explain_plan import explain
 
 SHAPES = ((5, 8), (8, 8), (8, 8), (8, 3))
 UPDATES = 9

@@ -19,13 +19,13 @@ from benchmarks.cdp.figure_4_memory import Memory, in_time, kept_by_tapes, measu
 from benchmarks.cdp.figure_4_picture import picture
 from benchmarks.networks.resnet import Bottleneck, residual
 from benchmarks.networks.vit import vit
-from roundelay.api import cuts
-from roundelay.api.cuts import FLOPS, MEMORY_TIME, saved_storages
-from roundelay.api.training import Length, Session
 from roundelay.frontend import Captured
-from roundelay.frontend.stage_function import StageFunction, StageTape
+from roundelay.frontend.stages.stage_function import StageFunction, StageTape
 from roundelay.ir.graph import Profile
 from roundelay.planner.kept_bytes import kept_bytes
+from roundelay.planning import cuts
+from roundelay.planning.cuts import FLOPS, MEMORY_TIME, saved_storages
+from roundelay.session.training import Length, Session
 
 CLASSES, SIDE, ROWS = 10, 32, 2
 NETWORKS = {

@@ -10,8 +10,8 @@ import torch
 
 import roundelay
 from benchmarks.datasets import cifar
-from roundelay.api.job_file import load_job
 from roundelay.errors import JobError
+from roundelay.planning.job_file import load_job
 from tests.benchmarks.test_datasets import write_cifar, write_imdb, write_tiny_imagenet
 from tests.benchmarks.test_imagenet import write_imagenet
 

@@ -17,12 +17,12 @@ import roundelay
 from benchmarks.cdp.jobs.imagenet import reported
 from benchmarks.datasets import imagenet
 from benchmarks.networks.resnet import Basic, residual
-from roundelay.api.comparison import Compared
-from roundelay.api.comparison_table import curves_csv
-from roundelay.api.comparison_variants import OWN, Variant
-from roundelay.api.job_file import load_job
-from roundelay.api.run_results import Point, RunResult
+from roundelay.compare.comparison import Compared
+from roundelay.compare.comparison_table import curves_csv
+from roundelay.compare.comparison_variants import OWN, Variant
+from roundelay.compare.run_results import Point, RunResult
 from roundelay.errors import JobError
+from roundelay.planning.job_file import load_job
 
 JOB = Path(__file__).parents[2] / "benchmarks" / "cdp" / "jobs" / "imagenet.py"
 COLOURS = {"n01": (250, 10, 10), "n02": (10, 10, 250)}

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.api.state_gather import CheckpointParts, Snapshot, StateGatherer
 from roundelay.checkpoint.checkpoint import load
 from roundelay.checkpoint.held_state import HeldState, disagreement, encode
 from roundelay.checkpoint.shards import Ranges, Shard, join_shards, missing_ranges, whole_ranges
 from roundelay.errors import CheckpointError, InternalError
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.state_reports import StateReport
-from roundelay.runtime.worker_messages import Report
+from roundelay.session.state_gather import CheckpointParts, Snapshot, StateGatherer
 from tests.checkpoint.test_checkpoint import checkpoint, edited, same
 from tests.checkpoint.whole import complete
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay.api.job_file import load_job
 from roundelay.ir.graph import Graph
+from roundelay.planning.job_file import load_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "char_gpt.py"
 STEPS = 40

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roundelay.api.job_file import job_maker
 from roundelay.checkpoint.checkpoint import load
 from roundelay.frontend.loss import LossCall
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import rules
 from roundelay.observe.metrics_file import read_metrics
-from roundelay.runtime.tamper_ways import WAYS
+from roundelay.planning.job_file import job_maker
+from roundelay.proof.tamper_ways import WAYS
 from tests.cli.harness import MLP, Said, finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]
@@ -189,7 +189,7 @@ def test_a_run_over_memory_restarts_and_goes_on_from_its_checkpoint(capsys: Capt
 
 def test_inputs_may_change_the_batch(capsys: Capture, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is taken out is there again next time, and what is put in comes to the loss; beside plain PyTorch, too."""
-    monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
+    monkeypatch.setattr("roundelay.proof.plain_baseline.BUDGET_S", 0.2)
     stored = "STORED = list(mlp.batches(0))\ndef put(b):\n    b['z'] = b['y']\n    return (b.pop('x'),), {}\n"
     ends = []
     for changes in (
@@ -477,7 +477,7 @@ def test_a_command_in_its_own_process_prints_json_and_nothing_else(workplace: Pa
 
 
 def test_plain_pytorch_stands_beside_the_run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundelay.api.plain_baseline.BUDGET_S", 0.2)
+    monkeypatch.setattr("roundelay.proof.plain_baseline.BUDGET_S", 0.2)
     run = ("train", MLP, *ASYNC, "--steps", 3)
     assert here(capsys, *run, "--json").json["plain_samples_per_second"] == {}
     assert here(capsys, *run, "--json", "--baseline").json["plain_samples_per_second"]["1"] > 0

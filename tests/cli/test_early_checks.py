@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay.api.check_here import check_here
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
+from roundelay.planning.check_here import check_here
 from tests.cli.harness import MLP, environment, here, one_screen
 from tests.equivalence.cells import bench
 

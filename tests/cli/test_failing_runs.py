@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from roundelay.api import run_summary
 from roundelay.checkpoint.stored_files import is_checkpoint
 from roundelay.cli.signals import Signals
 from roundelay.errors import RunError
 from roundelay.observe.metrics_file import read_metrics
+from roundelay.session import run_summary
 from tests.cli.harness import finish, here, job_file, one_screen, start
 
 Capture = pytest.CaptureFixture[str]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.api.job_file import job_maker
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.errors import JobError
+from roundelay.planning.job_file import job_maker
 from tests.cli.harness import finish, here, job_file, start
 
 Capture = pytest.CaptureFixture[str]

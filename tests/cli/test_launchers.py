@@ -16,7 +16,7 @@ from roundelay import launchers
 from roundelay.doctor import examine
 from roundelay.errors import UsageError
 from roundelay.launchers import Launched
-from roundelay.runtime.rendezvous_store import check_interface, open_store
+from roundelay.launching.rendezvous_store import check_interface, open_store
 from tests.api.jobs import make
 from tests.cli.harness import MLP, environment, finish, start
 from tests.doctor.machines import spoiled

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roundelay.cli.output_streams import TolerantStream
-from roundelay.runtime.user_errors import out_of_threads, unexpected
+from roundelay.runtime.processes.user_errors import out_of_threads, unexpected
 from tests.cli.harness import MLP, PROGRAM, environment, here, one_screen
 
 

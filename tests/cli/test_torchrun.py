@@ -287,7 +287,7 @@ if os.environ["RANK"] == "0":
     "the leader for a member": """
 import os, time
 open("here" + os.environ["RANK"], "w").close()
-from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.launching.rendezvous import ProcessGroup
 if os.environ["RANK"] == "1":
     ProcessGroup.control_channel = lambda *args: time.sleep(60)
 """,
@@ -606,8 +606,8 @@ def test_processes_with_a_device_each_talk_over_nccl(
 def test_a_launcher_that_cannot_be_used_is_told(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("roundelay.runtime.rendezvous_store.MEET_S", 0.5)
-    monkeypatch.setattr("roundelay.runtime.rendezvous_store.OPENED_S", 0.5)
+    monkeypatch.setattr("roundelay.launching.rendezvous_store.MEET_S", 0.5)
+    monkeypatch.setattr("roundelay.launching.rendezvous_store.OPENED_S", 0.5)
     for name, value in (LAUNCHED | change).items():
         monkeypatch.setenv(name, value)
     one_screen(here(capsys, "train", MLP), *words)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roundelay.api.events import Saved
 from roundelay.cli.train_progress import ScreenObserver
+from roundelay.session.events import Saved
 
 
 def test_checkpoints_left_out_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from roundelay.api.plan_exchanges import plan_exchanges
-from roundelay.api.planning import capture, fitted, plan
-from roundelay.api.training import Length, Session, Trained
-from roundelay.api.verifying import Verification, verify_session
 from roundelay.frontend import Captured
-from roundelay.frontend.stage_profiler import profile
 from roundelay.ir.plan import Plan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Named
+from roundelay.planning.plan_exchanges import plan_exchanges
+from roundelay.planning.planning import capture, fitted, plan
+from roundelay.planning.stage_profiler import profile
+from roundelay.proof.verifying import Verification, verify_session
 from roundelay.schedules import schedule_named
+from roundelay.session.training import Length, Session, Trained
 from roundelay.transport.endpoint import Endpoint
 from tests.lower.plans import by_rule
 from tests.transport.delayed import DelayedEndpoint

@@ -41,7 +41,7 @@ def reads_of_stage(plan: Plan, counts: Sequence[int], stage: int, *, still: bool
 
 
 def acts(way: str, plan: Plan, counts: Sequence[int], stage: int, *, still: bool) -> bool:
-    """Whether breaking a stage in one way (`runtime/tamper.py::WAYS`) changes what it reads.
+    """Whether breaking a stage in one way (`proof/tamper.py::WAYS`) changes what it reads.
 
     ``stash`` makes the passes of a micro-batch read the version before the newest, ``order`` those of the first one
     behind every update: on a rule that reads it anyhow that is no change.

@@ -30,7 +30,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import register_rule, rule_named
 from roundelay.observe.digest import digest
 from roundelay.planner.prove_plan import prove
-from roundelay.runtime.tamper_ways import WAYS
+from roundelay.proof.tamper_ways import WAYS
 from tests.equivalence.cells import OPTIMIZERS, TRANSPORTS, Bench
 from tests.equivalence.deep import DEEP, LINES, OWN, ROWS
 from tests.equivalence.reads import Reads, acts, reads_of_run

@@ -16,7 +16,6 @@ from torch.optim import SGD, Optimizer
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import rule_named
@@ -25,6 +24,7 @@ from roundelay.lower.verify_schedule import check_run, norm_read, programs_of
 from roundelay.planner.prove_plan import fired, prove
 from roundelay.runtime import handlers
 from roundelay.runtime.handlers import Context, do_update
+from roundelay.session.training import Length, Session
 from roundelay.simulator import simulate
 from tests.equivalence.cells import VARIANTS, bench
 from tests.lower.plans import ASYNCHRONOUS, plan_of

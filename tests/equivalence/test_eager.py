@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from roundelay.api.training import Length, Session
 from roundelay.job import Named
+from roundelay.session.training import Length, Session
 from tests.equivalence import eager
 from tests.equivalence.cells import MICRO_BATCHES, STAGES, STEPS, Bench, Variant
 from tests.equivalence.eager import Eager, without_dropout

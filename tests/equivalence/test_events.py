@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from roundelay.actor.machine import Run
-from roundelay.api.planning import plan as make_plan
-from roundelay.api.training import Length, Session, Trained
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.verify_schedule import programs_of
+from roundelay.planning.planning import plan as make_plan
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.worker import Wrap
+from roundelay.session.training import Length, Session, Trained
 from roundelay.simulator import Simulation, simulate
 from roundelay.transport.endpoint import Delivery, Endpoint, Message
 from tests.equivalence.cells import STEPS, VARIANTS, Bench, bench, delays

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roundelay.actor.machine import Run
-from roundelay.frontend.deferred_wgrad import PendingWgrad
+from roundelay.frontend.stages.deferred_wgrad import PendingWgrad
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained

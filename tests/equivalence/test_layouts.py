@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import Fresh, UpdateRule, rule_named
-from roundelay.runtime.tamper_ways import SUM_WAYS, WAYS
+from roundelay.proof.tamper_ways import SUM_WAYS, WAYS
 from roundelay.schedules import LAYOUTS
+from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Bench, allowed, assert_same, bench
 from tests.zoo import MODELS
 

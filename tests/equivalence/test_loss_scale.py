@@ -18,7 +18,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import DivergedError, PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
@@ -27,6 +26,7 @@ from roundelay.lower.channels import channels_of
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.stage_state import Stage
+from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_clipping import used_norms
 from tests.lower.plans import plan_of

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.optim import SGD, Adafactor, AdamW
 
-from roundelay.api import fidelity_on_mesh
-from roundelay.api.compile_stages import for_plan
-from roundelay.api.fidelity_on_mesh import differs_on_mesh
-from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import JobError, PlanError
-from roundelay.frontend import local_graph
+from roundelay.frontend.mesh import local_graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.channels import channels_of, exchanges_of
-from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.planning.compile_stages import for_plan
+from roundelay.proof import fidelity_on_mesh
+from roundelay.proof.fidelity_on_mesh import differs_on_mesh
+from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import VARIANTS, Bench, bench
 from tests.equivalence.test_replicas import _double
 from tests.zoo import ZOO
@@ -92,7 +92,7 @@ def test_whatever_else_the_plan_says(model: str, fields: dict[str, Any]) -> None
 
 def held_in(place: Bench, plan: Plan) -> None:
     """Planned anew, as the dtypes of what is exchanged are others."""
-    from roundelay.api.planning import plan as planned
+    from roundelay.planning.planning import plan as planned
 
     again = planned(
         place.job(), captured=place.captured, workers=2, tensor_parallel=2, micro_batches=2, rule="1f1b",

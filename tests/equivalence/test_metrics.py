@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
 import roundelay
-from roundelay.api.comparison_table import Aims, table
-from roundelay.api.training import Length, Session
+from roundelay.compare.comparison_table import Aims, table
 from roundelay.errors import JobError
 from roundelay.job import Job, Named
 from roundelay.runtime import handlers
+from roundelay.session.training import Length, Session
 
 MOMENTUM: Callable[[Named], Optimizer] = partial(SGD, lr=0.05, momentum=0.9)
 ROWS = [(torch.randn(7, 6), torch.arange(7) % 3) for _ in range(3)]

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations
 from torch.optim import SGD, Optimizer
 
 import roundelay
-from roundelay.api.training import Length, Session
 from roundelay.job import Named
+from roundelay.session.training import Length, Session
 from tests.equivalence import eager
 from tests.equivalence.cells import STEPS, VARIANTS, Bench, Cell, bench, run_cell
 from tests.equivalence.eager import without_dropout

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import roundelay
-from roundelay.api import fidelity_on_mesh
-from roundelay.api.fidelity_on_mesh import differs_on_mesh
-from roundelay.api.planning import plan as planned
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures, Pairs
 from roundelay.ir.plan import Plan
+from roundelay.planning.planning import plan as planned
+from roundelay.proof import fidelity_on_mesh
+from roundelay.proof.fidelity_on_mesh import differs_on_mesh
 from tests.equivalence.cells import DEADLINE_S, Bench
 from tests.equivalence.test_mesh import held, send_what_is_planned, train_alike
 from tests.zoo.entry import Entry

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.api.training import Length, Saving
 from roundelay.checkpoint.checkpoint import load
 from roundelay.ir.plan import Plan
+from roundelay.session.training import Length, Saving
 from tests.equivalence.cells import VARIANTS, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 

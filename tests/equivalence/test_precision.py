@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
 import roundelay
-from roundelay.api.training import Length, Session
 from roundelay.errors import CaptureError, PlanError
 from roundelay.frontend import RngKey
 from roundelay.job import Named
 from roundelay.lower.partition import partition
 from roundelay.planner.prove_plan import prove
+from roundelay.session.training import Length, Session
 from tests.equivalence.cells import VARIANTS, bench
 from tests.lower.plans import plan_of
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import roundelay
-from roundelay.api.explain_plan import explain
-from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
 from roundelay.lower.partition import partition
 from roundelay.planner.memory_model import estimate_memory
+from roundelay.planning.explain_plan import explain
+from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import VARIANTS, Bench, assert_same
 from tests.frontend.cutting import DRAW, captured_of, differing, run, sample, weights_of
 from tests.zoo.dense import class_loss

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from roundelay.api.training import Length, Session, Trained
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.channels import channels_of
-from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import VARIANTS, Bench, allowed, bench
 from tests.zoo import ZOO, Batch, Entry
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import register_rule, rule_named, rules
@@ -23,6 +22,7 @@ from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime import predicted_weights
 from roundelay.runtime.handlers import Context, do_forward
+from roundelay.session.training import Length, Session
 from roundelay.simulator import simulate
 from roundelay.weight_prediction import predict
 from tests.equivalence.cells import VARIANTS, Bench, Variant, allowed, bench

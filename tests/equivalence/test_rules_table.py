@@ -11,7 +11,7 @@ import pytest
 from roundelay.ir import rule as module
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import register_rule, rules
-from roundelay.runtime.tamper_ways import WAYS
+from roundelay.proof.tamper_ways import WAYS
 from tests.equivalence import rules_table
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, Bench
 from tests.equivalence.deep import LINES, OWN

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from roundelay.api import fidelity_on_mesh
-from roundelay.api.fidelity_on_mesh import differs_on_mesh
-from roundelay.api.planning import plan as planned
 from roundelay.ir.plan import Plan
 from roundelay.lower import megatron
+from roundelay.planning.planning import plan as planned
+from roundelay.proof import fidelity_on_mesh
+from roundelay.proof.fidelity_on_mesh import differs_on_mesh
+from roundelay.proof.tamper_ways import EXCHANGE_WAYS
 from roundelay.runtime import exchange
-from roundelay.runtime.tamper_ways import EXCHANGE_WAYS
 from tests.equivalence.cells import VARIANTS, Bench
 from tests.equivalence.test_mesh import BY_RULE, held, send_what_is_planned, train_alike
 from tests.equivalence.test_replicas import _double

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from roundelay.api.planning import fitted
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.runtime.tamper_ways import WAYS
+from roundelay.planning.planning import fitted
+from roundelay.proof.tamper_ways import WAYS
 from tests.equivalence.cells import PAIRED, VARIANTS, Bench, Variant, allowed, bench
 from tests.equivalence.eager import without_dropout
 from tests.zoo import ZOO

@@ -10,13 +10,13 @@ import pytest
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api.planning import plan as make_plan
-from roundelay.api.training import Length, Saving, Session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import PlanError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.planning.planning import plan as make_plan
+from roundelay.proof.tamper_ways import WAYS
 from roundelay.runtime.handlers import HANDLERS, Context, do_backward_weight, do_forward
-from roundelay.runtime.tamper_ways import WAYS
+from roundelay.session.training import Length, Saving, Session
 from tests.equivalence.cells import OPTIMIZERS, VARIANTS, assert_same, bench, trained
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO

@@ -14,12 +14,12 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 import roundelay
-from roundelay.api import verifying
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import Verification
 from roundelay.errors import UserCodeError
 from roundelay.job import Named
-from roundelay.runtime.stage_optimizer import RateTable
+from roundelay.proof import verifying
+from roundelay.proof.verifying import Verification
+from roundelay.runtime.optimizer.stage_optimizer import RateTable
+from roundelay.session.training import Length, Session
 from tests.equivalence.cells import (
     PAIRED,
     PAIRS,

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch.optim import SGD, Adafactor, AdamW
 
-from roundelay.api.checkpointing import Saving
-from roundelay.api.events import Drained, Event
-from roundelay.api.planning import plan as planned
 from roundelay.api.recorded_training import train
-from roundelay.api.stop_condition import Length
-from roundelay.api.verifying import verify
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Split
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.verify_schedule import check_run
+from roundelay.planning.planning import plan as planned
+from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.proof.verifying import verify
 from roundelay.runtime.state_bucket import StateBucket
-from roundelay.runtime.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.session.checkpointing import Saving
+from roundelay.session.events import Drained, Event
+from roundelay.session.stop_condition import Length
 from tests.equivalence.cells import DEADLINE_S, Bench, bench
 from tests.equivalence.test_mesh import trained
 from tests.lower.test_verify_schedule import fired_in

@@ -32,8 +32,8 @@ import torch
 import roundelay
 from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured, capture, describe_graph
-from roundelay.frontend.batch_divisibility import batch_divisibility
 from roundelay.job import Job
+from roundelay.planning.batch_divisibility import batch_divisibility
 from tests.programs import buffers, calls, losses, results, states, weights  # noqa: F401  they fill the table
 from tests.programs.plain import fresh
 from tests.programs.table import PROGRAMS

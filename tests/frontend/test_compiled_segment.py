@@ -14,9 +14,9 @@ from tqdm import TMonitor
 
 from roundelay.errors import CaptureError, PlanError
 from roundelay.frontend import Captured, Mode, RngKey, capture
-from roundelay.frontend.compiled_segment import CompiledSegment, check_compiler
-from roundelay.frontend.stage_profiler import compile_for
+from roundelay.frontend.stages.compiled_segment import CompiledSegment, check_compiler
 from roundelay.ir.stage import Partition
+from roundelay.planning.stage_profiler import compile_for
 from tests.frontend.cutting import Done, cut_after, differing, run, weights_of
 
 ROWS = 8

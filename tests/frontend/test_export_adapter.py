@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundelay.errors import JobError
-from roundelay.frontend.export_adapter import CallShape, ExportAdapter, Opaque, OutputShape, default_inputs
+from roundelay.frontend.export.export_adapter import CallShape, ExportAdapter, Opaque, OutputShape, default_inputs
 
 ONE, TWO, THREE = torch.zeros(1), torch.zeros(2), torch.zeros(3)
 

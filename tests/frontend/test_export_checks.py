@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundelay.api.validate_job import check_job
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend import capture
 from roundelay.job import Job
+from roundelay.planning.validate_job import check_job
 
 BATCH = (torch.ones(3, 4), torch.tensor([0, 1, 1]))
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roundelay
-from roundelay.api.planning import fitted
 from roundelay.job import Job
+from roundelay.planning.planning import fitted
 
 KINDS: dict[str, tuple[type[nn.RNNBase], int, dict[str, Any]]] = {
     "lstm": (nn.LSTM, 2, {}),

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundelay.frontend.installed_code import is_installed
-from roundelay.frontend.reachable_state import MOST_INSTALLED, ReachableState
+from roundelay.reach.installed_code import is_installed
+from roundelay.reach.reachable_state import MOST_INSTALLED, ReachableState
 from tests.programs.table import Body
 
 NAME = "large_library_of_tests"

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundelay.errors import DeadlineError
-from roundelay.frontend import RngKey, keyed_rng
-from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK, keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend import RngKey
+from roundelay.frontend.stages import keyed_rng
+from roundelay.frontend.stages.keyed_rng import DEFAULT_GENERATOR_LOCK, keyed_attention, keyed_call, keyed_dropout
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import (
     DRAW,

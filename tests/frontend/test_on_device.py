@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.on_device import OnDevice, on_device
+from roundelay.frontend.stages.on_device import OnDevice, on_device
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from roundelay.frontend import op_profiler
-from roundelay.frontend.op_profiler import measure_operations
+from roundelay.planning import op_profiler
+from roundelay.planning.op_profiler import measure_operations
 from tests.frontend.cutting import captured_of, differing, sample
 
 NAMES = ["mlp", "gpt2", "batchnorm", "views", "tied_head", "lstm", "frozen"]

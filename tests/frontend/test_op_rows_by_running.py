@@ -24,11 +24,11 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from roundelay.errors import PlanError
-from roundelay.frontend.export import Exported, Role
+from roundelay.frontend.export.export import Exported, Role
 from roundelay.frontend.graph_passes import key_draws
 from roundelay.frontend.graph_run import run_nodes
-from roundelay.frontend.local_graph import Part, local_graph
-from roundelay.frontend.op_forms import op_form
+from roundelay.frontend.mesh.local_graph import Part, local_graph
+from roundelay.frontend.mesh.op_forms import op_form
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import P_MAX, B, P, Signature, Split

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import roundelay
-from roundelay.frontend.reachable_state import ReachableState
+from roundelay.reach.reachable_state import ReachableState
 from tests.programs.table import Body, entropy, job
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend import Captured, capture
-from roundelay.frontend.recurrent import StandingIn
+from roundelay.frontend.export.recurrent import StandingIn
 from tests.frontend.cutting import buffers_of, cut_after, differing, even_cuts, forwards, run, weights_of
 
 Batch = tuple[Tensor, ...]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundelay.frontend import Mode, StageFunction, capture
-from roundelay.frontend.retarget_device import retarget
+from roundelay.frontend.stages.retarget_device import retarget
 from roundelay.ir.graph import LOSS
 from tests.frontend.cutting import DRAW, buffers_of, captured_of, even_cuts, run, sample, weights_of
 from tests.zoo import ZOO

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundelay.frontend import Captured, capture
-from roundelay.frontend.stage_function import StageFunction
+from roundelay.frontend.stages.stage_function import StageFunction
 from roundelay.ir.graph import LOSS
 from roundelay.lower.partition import partition
 from tests.frontend.cutting import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roundelay.frontend import Mode
-from roundelay.frontend.stage_profiler import profile
+from roundelay.planning.stage_profiler import profile
 from tests.frontend.cutting import (
     DRAW,
     MODES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from roundelay.frontend.traced_numbers import _codes, _only_calls
+from roundelay.frontend.export.traced_numbers import _codes, _only_calls
 
 
 def calls(x: object) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from roundelay.frontend.export import Exported
-from roundelay.frontend.written_out_softmax import WRITTEN_OUT, written_out
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.mesh.written_out_softmax import WRITTEN_OUT, written_out
 from tests.frontend.test_op_rows_by_running import ints, operations, r
 
 LABELS = torch.tensor([3, -100, 0, 6, -100])

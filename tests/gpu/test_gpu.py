@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import roundelay
-from roundelay.api.training import Length, Session
 from roundelay.checkpoint.checkpoint import load
 from roundelay.runtime.device import AcceleratorDevice
+from roundelay.session.training import Length, Session
 from roundelay.transport.cuda import Cuda
 from tests.api.jobs import make, mlp
 

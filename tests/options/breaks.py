@@ -46,7 +46,9 @@ _GRADIENTS, _REFERENCE = "runtime/gradients.py", "reference/run.py"
 _RUN_STEPS = _stepped("runtime/optimizer_steps.py", "        ", "self.scheduler")
 _REFERENCE_STEPS = _stepped("reference/trainer.py", "    ", "scheduler")
 _RUN_GROUPS = Edit(
-    "runtime/stage_optimizer.py", "optimizer = make(named)", "optimizer = make(named)" + ONE_GROUP.format(" " * 8)
+    "runtime/optimizer/stage_optimizer.py",
+    "optimizer = make(named)",
+    "optimizer = make(named)" + ONE_GROUP.format(" " * 8),
 )
 _REFERENCE_GROUPS = Edit(
     "reference/trainer.py",
@@ -54,7 +56,7 @@ _REFERENCE_GROUPS = Edit(
     "optimizer = self.optimizer(named)" + ONE_GROUP.format(" " * 8),
 )
 _RATES_AHEAD = Edit(
-    "runtime/stage_optimizer.py",
+    "runtime/optimizer/stage_optimizer.py",
     "return tuple(self.at(u)[group] for u in range(update, update + count))",
     "return (self.at(update)[group],) * count",
 )
@@ -74,7 +76,7 @@ OPTIONS = (
         "gradient accumulation: M",
         (
             Edit(
-                "runtime/batch_reader.py",
+                "runtime/loading/batch_reader.py",
                 "parts = replicas * micro_batches",
                 "parts = replicas",
             ),
@@ -84,7 +86,11 @@ OPTIONS = (
     Break(
         "moving average of the weights",
         (
-            Edit("runtime/weight_averages.py", "average.lerp_(self._parameters[name].detach(), self._weight)", "pass"),
+            Edit(
+                "runtime/optimizer/weight_averages.py",
+                "average.lerp_(self._parameters[name].detach(), self._weight)",
+                "pass",
+            ),
             Edit(_REFERENCE, "torch.lerp(self._averages[n], weight, 1.0 - self._setting.ema)", "self._averages[n]"),
         ),
         ("tests/api/test_averages.py::test_averages_equal_torchs_own_bit_for_bit",),
@@ -103,7 +109,7 @@ OPTIONS = (
         "the same bits on several threads",
         (
             Edit(
-                "runtime/determinism.py",
+                "runtime/processes/determinism.py",
                 "torch.use_deterministic_algorithms(True, warn_only=lenient)",
                 "torch.use_deterministic_algorithms(wanted, warn_only=lenient)",
             ),
@@ -114,7 +120,7 @@ OPTIONS = (
         "the same bits whenever it is repeated",
         (
             Edit(
-                "api/training.py",
+                "session/training.py",
                 "exact = deterministic(self.plan.deterministic, threads=self.plan.threads)",
                 "exact = deterministic(False)",
             ),
@@ -125,7 +131,7 @@ OPTIONS = (
         "a mesh",
         (
             Edit(
-                "api/plan_signatures.py",
+                "planning/plan_signatures.py",
                 "seeds = {places[name]: signature for name, signature in given.items()}",
                 "seeds = {places[name]: B for name in given}",
             ),
@@ -134,14 +140,14 @@ OPTIONS = (
     ),
     Break(
         "a limit of memory",
-        (Edit("api/memory_limit.py", "if largest.total > most:", "if most < 0:"),),
+        (Edit("planning/memory_limit.py", "if largest.total > most:", "if most < 0:"),),
         ("tests/cli/test_mesh.py::test_a_plan_that_needs_more_memory_than_a_limit_is_refused",),
     ),
     Break(
         "own signatures",
         (
             Edit(
-                "api/make_plan.py",
+                "planning/make_plan.py",
                 "mesh=own.mesh, parameters=own.parameters, outputs=own.outputs",
                 "mesh=own.mesh, parameters=own.parameters",
             ),
@@ -150,17 +156,21 @@ OPTIONS = (
     ),
     Break(
         "split states",
-        (Edit("api/split_states.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"),),
+        (
+            Edit(
+                "planning/split_states.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"
+            ),
+        ),
         (EQUIVALENCE + "test_zero.py", "-k", "test_each_replica_writes_its_part"),
     ),
     Break(
         "a layout",
-        (Edit("api/draft_plan.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
+        (Edit("planner/draft_plan.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_run_is_continued_by_its_own_layout_and_by_another"),
     ),
     Break(
         "stages of a layout",
-        (Edit("api/given_layout.py", '"stages": given.get("stages", size)', '"stages": size'),),
+        (Edit("planner/given_layout.py", '"stages": given.get("stages", size)', '"stages": size'),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_layout_has_as_many_stages_as_asked_for"),
     ),
     Break(
@@ -238,7 +248,7 @@ OPTIONS = (
     Break("parameter groups, in both", (_RUN_GROUPS, _REFERENCE_GROUPS), (PLAIN,)),
     Break(
         "precision bf16",
-        (Edit("frontend/precision.py", "if precision == FULL:", "if precision:"),),
+        (Edit("frontend/stages/precision.py", "if precision == FULL:", "if precision:"),),
         (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[gpipe]",),
     ),
     Break(
@@ -248,7 +258,7 @@ OPTIONS = (
     ),
     Break(
         "precision fp16",
-        (Edit("frontend/precision.py", '"fp16": torch.float16}', '"fp16": torch.bfloat16}'),),
+        (Edit("frontend/stages/precision.py", '"fp16": torch.float16}', '"fp16": torch.bfloat16}'),),
         (SCALE + "test_it_is_plain_pytorch_with_a_grad_scaler[1f1b]",),
     ),
     Break(
@@ -293,7 +303,7 @@ OPTIONS = (
         "recomputation",
         (
             Edit(
-                "frontend/stage_function.py",
+                "frontend/stages/stage_function.py",
                 "values = dict(inputs)\n",
                 'values, mode = dict(inputs), "stash" if mode == "recompute" else mode\n',
             ),
@@ -307,19 +317,25 @@ OPTIONS = (
     ),
     Break(
         "modules run again, with the weights of mixed",
-        (Edit("frontend/remat_segment.py", "None if mixed else cached_leaves", "None if False else cached_leaves"),),
+        (
+            Edit(
+                "frontend/stages/remat_segment.py",
+                "None if mixed else cached_leaves",
+                "None if False else cached_leaves",
+            ),
+        ),
         (EQUIVALENCE + "test_recompute.py", "-k", "by_mixed_a_segment"),
     ),
     Break(
         "--compile",
-        (Edit("api/compile_stages.py", "plan.backward if plan.compile else None", "None"),),
+        (Edit("planning/compile_stages.py", "plan.backward if plan.compile else None", "None"),),
         ("tests/api/test_compile_stages.py", "-k", "compiled_run_equals"),
     ),
     Break(
         "--compile in a lower precision",
         (
             Edit(
-                "frontend/compiled_segment.py",
+                "frontend/stages/compiled_segment.py",
                 "with _settings(self.saves_all), self.autocast():",
                 "with _settings(self.saves_all):",
             ),
@@ -330,7 +346,7 @@ OPTIONS = (
         "--compile in a lower precision, short batches",
         (
             Edit(
-                "frontend/compiled_segment.py",
+                "frontend/stages/compiled_segment.py",
                 "self.plain(*args) if function is None",
                 "self.piece.forward(*args) if function is None",
             ),
@@ -351,7 +367,7 @@ OPTIONS = (
         "DataLoader with workers",
         (
             Edit(
-                "runtime/loader_epoch.py",
+                "runtime/loading/loader_epoch.py",
                 "            self.source = batches(epoch)\n",
                 '            self.source = batches(epoch)\n            if hasattr(self.source, "num_workers"):\n'
                 '                vars(self.source)["num_workers"] = 0\n',
@@ -366,12 +382,12 @@ OPTIONS = (
     ),
     Break(
         "--deadline-s",
-        (Edit("api/draft_plan.py", 'deadline_s=given["deadline_s"]', "deadline_s=300.0"),),
+        (Edit("planner/draft_plan.py", 'deadline_s=given["deadline_s"]', "deadline_s=300.0"),),
         ("tests/cli/test_commands.py::test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on",),
     ),
     Break(
         "prefetch, two registers",
-        (Edit("runtime/prefetch.py", "Semaphore(registers.count)", "Semaphore(1)"),),
+        (Edit("runtime/loading/prefetch.py", "Semaphore(registers.count)", "Semaphore(1)"),),
         ("tests/runtime/test_prefetch.py::test_one_is_made_while_another_is_in_use_and_no_more",),
     ),
     Break(
@@ -399,7 +415,11 @@ PROPERTIES = (
     ),
     Break(
         "no learning rate: all rules are one",
-        (Edit("runtime/stage_optimizer.py", 'return float(group["lr"])', 'return float(group["lr"]) or 1e-3'),),
+        (
+            Edit(
+                "runtime/optimizer/stage_optimizer.py", 'return float(group["lr"])', 'return float(group["lr"]) or 1e-3'
+            ),
+        ),
         (RULES + "test_without_a_learning_rate_all_rules_are_one",),
     ),
     Break(

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from roundelay.api.events import Event
-from roundelay.api.training import Length, Saving, Session, Trained
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Checkpoint, Manifest
 from roundelay.checkpoint.stored_files import MANIFEST
 from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.runtime.checkpoint_schedule import RunControl
+from roundelay.runtime.loading.checkpoint_schedule import RunControl
+from roundelay.session.events import Event
+from roundelay.session.training import Length, Saving, Session, Trained
 
 Change = Callable[[Checkpoint], Checkpoint]
 

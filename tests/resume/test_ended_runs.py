@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import roundelay
-from roundelay.api.events import Drained, Event
+from roundelay.session.events import Drained, Event
 
 CHOICES: dict[str, Any] = {"cuts": "equal", "check": "off"}
 

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api.launched_states import announced_use, check_leader_reads, fetched_use
-from roundelay.api.planning import capture
-from roundelay.api.training import Length, Saving, Session, StateGatherer
 from roundelay.checkpoint.checkpoint import load
 from roundelay.checkpoint.held_state import HeldState
 from roundelay.errors import DeadlineError, UsageError
 from roundelay.ir.micro_batch import stream
+from roundelay.planning.planning import capture
 from roundelay.runtime import state_reports, worker
+from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.state_reports import StateReporter, StateUse
-from roundelay.runtime.worker_messages import Report
+from roundelay.session.launched_states import announced_use, check_leader_reads, fetched_use
+from roundelay.session.training import Length, Saving, Session, StateGatherer
 from tests.api.jobs import make, mlp
 from tests.equivalence.cells import VARIANTS
 from tests.resume.cuts import differences, every_checkpoint

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.api.events import Drained, Event
-from roundelay.api.training import Length, Saving
 from roundelay.checkpoint.checkpoint import load
 from roundelay.cli.train_progress import _message
+from roundelay.session.events import Drained, Event
+from roundelay.session.training import Length, Saving
 from tests.equivalence.cells import bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.training import Length, Saving, Session, Trained
-from roundelay.api.verifying import verify_session
 from roundelay.checkpoint.checkpoint import Checkpoint, load
+from roundelay.proof.reference_start import ReferenceStart
+from roundelay.proof.verifying import verify_session
+from roundelay.session.training import Length, Saving, Session, Trained
 from tests.equivalence.cells import VARIANTS, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.resume.test_pieces import each

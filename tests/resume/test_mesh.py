@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundelay.api.events import Drained, Event
-from roundelay.api.training import Length, Saving, Trained
 from roundelay.checkpoint.checkpoint import load
+from roundelay.session.events import Drained, Event
+from roundelay.session.training import Length, Saving, Trained
 from tests.equivalence.cells import VARIANTS, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundelay.api.training import Saving
 from roundelay.checkpoint.checkpoint import Checkpoint, load
 from roundelay.checkpoint.in_flight_state import StageInFlight
 from roundelay.errors import UserCodeError
+from roundelay.session.training import Saving
 from roundelay.weight_prediction import LastStep
 from tests.equivalence.cells import VARIANTS
 from tests.resume.cuts import differences, every_checkpoint

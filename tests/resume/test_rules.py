@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from roundelay.api.events import Drained, Saved, Updated
-from roundelay.api.planning import capture, plan
-from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.resume import changed, load_checkpoint
-from roundelay.api.training import Length, Saving, Session
-from roundelay.api.verifying import verify_session
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Manifest, load
 from roundelay.errors import UsageError
 from roundelay.ir.rule import UpdateRule, register_rule, rules
 from roundelay.job import Job
+from roundelay.planning.planning import capture, plan
+from roundelay.proof.reference_start import ReferenceStart
+from roundelay.proof.verifying import verify_session
+from roundelay.session.events import Drained, Saved, Updated
+from roundelay.session.resume import changed, load_checkpoint
+from roundelay.session.training import Length, Saving, Session
 from tests.equivalence.cells import OPTIMIZERS, STEPS, VARIANTS, Variant, allowed, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint
 

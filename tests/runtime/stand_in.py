@@ -76,7 +76,7 @@ def rules(transports: Sequence[str] = TRANSPORTS) -> dict[str, Any]:
 def around() -> dict[str, Any]:
     """What else forks or computes gradients: the baseline, an evaluation, a compiled run, a run that goes on."""
     import roundelay
-    from roundelay.api.plain_baseline import measure
+    from roundelay.proof.plain_baseline import measure
     from tests.api.jobs import make, mlp
 
     found: dict[str, Any] = {"plain PyTorch": measure(make(mlp()), 0, 1) is not None}

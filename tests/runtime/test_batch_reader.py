@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from roundelay.errors import JobError, UserCodeError
-from roundelay.runtime import loader_probe
-from roundelay.runtime.batch_reader import read, read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.loader_probe import first_batch, reading_s
+from roundelay.runtime.loading import loader_probe
+from roundelay.runtime.loading.batch_reader import read, read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.loading.loader_probe import first_batch, reading_s
 
 Batch = dict[str, torch.Tensor]
 

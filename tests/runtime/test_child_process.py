@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roundelay.runtime.child_process import fork
+from roundelay.runtime.processes.child_process import fork
 from tests.conftest import alive
 from tests.runtime.interrupts import handled
 

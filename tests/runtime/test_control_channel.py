@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError
-from roundelay.runtime import control_channel
-from roundelay.runtime.control_channel import ControlChannel, messages_of
-from roundelay.runtime.worker_messages import Header, Report, Reporter, decode, encode
+from roundelay.launching import control_channel
+from roundelay.launching.control_channel import ControlChannel, messages_of
+from roundelay.runtime.processes.worker_messages import Header, Report, Reporter, decode, encode
 from roundelay.transport.endpoint import Delivery, Endpoint, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
 

@@ -14,13 +14,13 @@ import torch
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.runtime import cooperative_pool as pool_module
-from roundelay.runtime.cooperative_pool import CooperativePool
+from roundelay.launching import cooperative_pool as pool_module
+from roundelay.launching.cooperative_pool import CooperativePool
 from roundelay.runtime.handlers import Context, Handler, do_forward
 from roundelay.runtime.worker import Loop, Wrap
+from roundelay.session.training import Length, Session
 from roundelay.transport.endpoint import Arrived, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints
 from tests.api.jobs import make

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.runtime.cuda_handoff import wrap_for_streams
+from roundelay.launching.cuda_handoff import wrap_for_streams
 from roundelay.runtime.device import HOST, AcceleratorDevice, Device
 from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.memory import memory_endpoints

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import roundelay
-from roundelay.api import verifying
 from roundelay.errors import NondeterministicError
-from roundelay.runtime.determinism import deterministic, nondeterministic
+from roundelay.proof import verifying
+from roundelay.runtime.processes.determinism import deterministic, nondeterministic
 from tests.api.jobs import make, mlp
 
 NAME = "scatter_by_chance_kernel"

@@ -11,11 +11,11 @@ import torch
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api import cuts
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
+from roundelay.launching import threaded_workers
+from roundelay.planning import cuts
 from roundelay.runtime import device as of_workers
-from roundelay.runtime import threaded_workers
 from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, resolve_devices
 from roundelay.runtime.handlers import HANDLERS
 from tests.api.jobs import make, mlp

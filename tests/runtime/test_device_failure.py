@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import roundelay
-from roundelay.runtime import device_failure
-from roundelay.runtime.device_failure import RecentIntegers, device_error, has_failed
-from roundelay.runtime.forked_call import isolated
-from roundelay.runtime.user_errors import unexpected
+from roundelay.launching.forked_call import isolated
+from roundelay.runtime.processes import device_failure
+from roundelay.runtime.processes.device_failure import RecentIntegers, device_error, has_failed
+from roundelay.runtime.processes.user_errors import unexpected
 from tests.api.jobs import make, mlp
 
 FULL = (

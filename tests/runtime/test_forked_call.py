@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from roundelay.errors import CaptureError, RunError, UsageError, UserCodeError
-from roundelay.runtime import forked_call as module
-from roundelay.runtime.forked_call import apart, check_transport, forked_backward_error, isolated
+from roundelay.launching import forked_call as module
+from roundelay.launching.forked_call import apart, check_transport, forked_backward_error, isolated
 from tests.runtime.interrupts import handled
 
 ROOT = Path(__file__).resolve().parents[2]

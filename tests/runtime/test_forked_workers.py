@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay.api import training
 from roundelay.errors import InternalError, RunError
-from roundelay.runtime import forked_workers
-from roundelay.runtime.worker_messages import Report, ReportAssembler
+from roundelay.launching import forked_workers
+from roundelay.runtime.processes.worker_messages import Report, ReportAssembler
+from roundelay.session import training
 from roundelay.transport import shm
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.shm_resources import ShmResources

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from roundelay.api.planning import capture, plan
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import verify_session
-from roundelay.runtime.stage_optimizer import build_optimizer, narrow
+from roundelay.planning.planning import capture, plan
+from roundelay.proof.verifying import verify_session
+from roundelay.runtime.optimizer.stage_optimizer import build_optimizer, narrow
+from roundelay.session.training import Length, Session
 from tests.api.jobs import make
 
 #: Sizes around the width of a vector, and none that is a multiple of it only.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import roundelay
-from roundelay.api import training
-from roundelay.api.run_record import RunRecord
-from roundelay.runtime import gc_policy
-from roundelay.runtime.gc_policy import EVERY, frozen_gc
+from roundelay.launching import gc_policy
+from roundelay.launching.gc_policy import EVERY, frozen_gc
+from roundelay.session import training
+from roundelay.session.run_record import RunRecord
 from tests.api.jobs import make
 
 

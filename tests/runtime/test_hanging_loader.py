@@ -23,17 +23,17 @@ from torch.utils.data import DataLoader, Dataset
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api import plain_baseline, verifying
-from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
-from roundelay.runtime import prefetch
-from roundelay.runtime.child_process import end_children_with_thread
-from roundelay.runtime.failure_tracker import GRACE_S, FailureTracker
+from roundelay.launching.failure_tracker import GRACE_S, FailureTracker
+from roundelay.proof import plain_baseline, verifying
 from roundelay.runtime.handlers import Context, do_forward
-from roundelay.runtime.loader_probe import first_batch, reading_s
-from roundelay.runtime.worker_messages import Report, failure
+from roundelay.runtime.loading import prefetch
+from roundelay.runtime.loading.loader_probe import first_batch, reading_s
+from roundelay.runtime.processes.child_process import end_children_with_thread
+from roundelay.runtime.processes.worker_messages import Report, failure
+from roundelay.session.training import Length, Session
 from tests.conftest import alive, nothing_left_behind
 
 ENDLESS_S = 60.0

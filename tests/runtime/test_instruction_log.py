@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roundelay.actor.machine import Run
 from roundelay.ir.program import Instruction
-from roundelay.runtime.instruction_log import InstructionLog
+from roundelay.runtime.loading.instruction_log import InstructionLog
 
 
 def kept(order: list[int], number: int) -> InstructionLog:

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 
 import roundelay
 from roundelay import Job
-from roundelay.api.training import Session
 from roundelay.cores import all_threads, num_cores, threads_each, usable_cores
 from roundelay.env import MALLOC
 from roundelay.errors import PlanError, RunError, UsageError
-from roundelay.runtime.child_process import fork
-from roundelay.runtime.determinism import deterministic, use_threads
-from roundelay.runtime.forked_call import isolated
-from roundelay.runtime.idle_resources import end_idle_threads
+from roundelay.launching.forked_call import isolated
+from roundelay.runtime.processes.child_process import fork
+from roundelay.runtime.processes.determinism import deterministic, use_threads
+from roundelay.runtime.processes.idle_resources import end_idle_threads
+from roundelay.session.training import Session
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +258,7 @@ def test_a_wrong_number_of_threads_is_refused(count: object) -> None:
 
 def test_no_answer_from_plain_pytorch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = job("by index")
-    monkeypatch.setattr("roundelay.api.fidelity.run_plain", lambda case, shared: os._exit(3))
+    monkeypatch.setattr("roundelay.proof.fidelity.run_plain", lambda case, shared: os._exit(3))
     with pytest.raises(RunError, match="ended without an answer"):
         roundelay.verify(made, workers=1, steps=1)
     with pytest.raises(RunError, match="ended without an answer"):
@@ -398,7 +398,7 @@ def test_a_run_on_threads_begins_without_the_team_of_the_thread_that_starts_it(m
 FREED = """
 import torch
 from pathlib import Path
-from roundelay.runtime.idle_resources import give_back_idle
+from roundelay.runtime.processes.idle_resources import give_back_idle
 own = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 blocks = [torch.ones(1 << 18) for _ in range(256)]
 del blocks

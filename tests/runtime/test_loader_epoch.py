@@ -17,12 +17,12 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import roundelay
-from roundelay.api.plain_baseline import measure
 from roundelay.errors import JobError, UserCodeError
 from roundelay.job import Job
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.loader_probe import reading_s
+from roundelay.proof.plain_baseline import measure
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.loading.loader_probe import reading_s
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 STEPS = 16

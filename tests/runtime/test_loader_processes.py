@@ -29,12 +29,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import roundelay
 from roundelay.errors import UserCodeError
 from roundelay.job import Job
-from roundelay.runtime.batch_reader import read_batches
-from roundelay.runtime.checkpoint_schedule import Extent
-from roundelay.runtime.child_process import fork
-from roundelay.runtime.loader_processes import forget_loaders, without_sigchld_handler
-from roundelay.runtime.prefetch import Registers, prefetch
-from roundelay.runtime.user_errors import loading_failed
+from roundelay.runtime.loading.batch_reader import read_batches
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.loading.prefetch import Registers, prefetch
+from roundelay.runtime.processes.child_process import fork
+from roundelay.runtime.processes.loader_processes import forget_loaders, without_sigchld_handler
+from roundelay.runtime.processes.user_errors import loading_failed
 from tests.conftest import alive, nothing_left_behind
 
 Row = tuple[torch.Tensor, torch.Tensor]
@@ -269,7 +269,7 @@ def test_a_killed_process_is_told_with_the_batch_though_the_main_thread_could_he
 
 def test_so_it_is_before_a_run(heard: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (2.0,))
-    monkeypatch.setattr("roundelay.runtime.prefetch.ON_WAIT_S", 0.1)  # the main thread looks up, and would hear
+    monkeypatch.setattr("roundelay.runtime.loading.prefetch.ON_WAIT_S", 0.1)  # the main thread looks up, and would hear
     assert "of the DataLoader was killed by SIGKILL" in failing(killed, 1).got
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import roundelay
 from roundelay.errors import JobError
-from roundelay.runtime.lr_schedule_check import check_reproducible
+from roundelay.guards.lr_schedule_check import check_reproducible
 from tests.api.jobs import make
 
 Make = Callable[[torch.optim.Optimizer], Any]

@@ -12,8 +12,8 @@ from torch import nn
 
 import roundelay
 from roundelay.errors import JobError
-from roundelay.runtime.optimizer_side_effects import source_location
-from roundelay.runtime.stage_optimizer import build_optimizer
+from roundelay.runtime.optimizer.optimizer_side_effects import source_location
+from roundelay.runtime.optimizer.stage_optimizer import build_optimizer
 from tests.api.jobs import make
 
 Named = list[tuple[str, nn.Parameter]]

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import roundelay
 from roundelay.actor.machine import Run
-from roundelay.api.training import Length, Session
 from roundelay.errors import DeadlineError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.lower import emit
 from roundelay.lower.verify_schedule import programs_of
-from roundelay.runtime import prefetch as module
 from roundelay.runtime.handlers import Context, do_forward, do_read
-from roundelay.runtime.prefetch import Registers, prefetch
+from roundelay.runtime.loading import prefetch as module
+from roundelay.runtime.loading.prefetch import Registers, prefetch
+from roundelay.session.training import Length, Session
 from tests.api.jobs import Noisy, make
 from tests.conftest import nothing_left_behind
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
-from roundelay.runtime import control_channel
-from roundelay.runtime import torchrun_worker as members
-from roundelay.runtime.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
+from roundelay.launching import control_channel
+from roundelay.launching import torchrun_worker as members
+from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
+from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.torchrun_worker import run_follower, run_leader
 from roundelay.runtime.device import Device
-from roundelay.runtime.rendezvous import ProcessGroup
-from roundelay.runtime.torchrun_worker import run_follower, run_leader
+from roundelay.runtime.processes.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
 from roundelay.runtime.worker import Task, unchanged
-from roundelay.runtime.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 

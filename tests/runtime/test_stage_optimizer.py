@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundelay.errors import JobError
-from roundelay.runtime.stage_optimizer import RateTable, build_optimizer, choose_alike, without_gradients
+from roundelay.runtime.optimizer.stage_optimizer import RateTable, build_optimizer, choose_alike, without_gradients
 
 
 def table(named: list[tuple[str, torch.nn.Parameter]]) -> RateTable:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from roundelay.runtime.stop_watchdog import STOPPED_S
+from roundelay.launching.stop_watchdog import STOPPED_S
 from tests.conftest import alive
 
 LIVES = """
 import os, sys, time
-from roundelay.runtime.stop_watchdog import start_watchdog
+from roundelay.launching.stop_watchdog import start_watchdog
 start_watchdog("worker 7")
 child = os.fork()
 if not child:

@@ -11,9 +11,9 @@ from typing import cast
 import pytest
 
 from roundelay.errors import WorkerLostError
-from roundelay.runtime import forked_workers
+from roundelay.launching import forked_workers
+from roundelay.runtime.processes.worker_messages import Report, Reporter
 from roundelay.runtime.worker import Task
-from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Endpoint
 
 PATIENCE_S = 20.0

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from roundelay import Job, plan, verify
-from roundelay.api.training import Length, Session
 from roundelay.errors import InternalError, PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import ExchangePlan, Plan
@@ -21,6 +20,7 @@ from roundelay.planner.prove_plan import fired
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.links import SumLink
 from roundelay.runtime.sum_blocks import BLOCKS, SumBlocks, planned_sums, sum_bytes
+from roundelay.session.training import Length, Session
 from roundelay.simulator import Simulation, simulate
 from roundelay.transport.endpoint import Message
 from tests.equivalence.cells import OPTIMIZERS, Bench, bench

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from roundelay.runtime.worker_messages import Report, ReportAssembler, encode, error_of, write_report
+from roundelay.runtime.processes.worker_messages import Report, ReportAssembler, encode, error_of, write_report
 
 TENSORS = {
     "float": torch.randn(3, 5),

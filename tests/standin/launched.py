@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from roundelay.cli import main, own_processes
-from roundelay.runtime import rendezvous
+from roundelay.launching import rendezvous
 from roundelay.transport.nccl_p2p import Wait
 from tests.transport.harness import PATIENCE_S, GlooLane
 

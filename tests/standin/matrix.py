@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from roundelay.api.planning import plan as planned
 from roundelay.api.recorded_training import train
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Named
+from roundelay.planning.planning import plan as planned
 from roundelay.schedules import LAYOUTS, schedule_named
 from tests.equivalence.cells import DEADLINE_S, VARIANTS, Bench, Variant
 from tests.equivalence.pairwise import covering

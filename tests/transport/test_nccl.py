@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from roundelay.api.planning import capture, plan
-from roundelay.api.training import Length, Session
-from roundelay.api.verifying import verify_session
 from roundelay.errors import DeadlineError, DivergedError, InternalError, WorkerLostError
+from roundelay.planning.planning import capture, plan
+from roundelay.proof.verifying import verify_session
+from roundelay.session.training import Length, Session
 from roundelay.transport.endpoint import DTYPES, Arrived, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint

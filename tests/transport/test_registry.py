@@ -9,7 +9,7 @@ import pytest
 import roundelay
 from roundelay.errors import PlanError
 from roundelay.ir.transports import TRANSPORTS
-from roundelay.runtime.launch import LAUNCHERS
+from roundelay.launching.launch import LAUNCHERS
 from roundelay.transport import FORKED
 from tests.api.jobs import make
 

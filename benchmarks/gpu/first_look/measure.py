@@ -21,8 +21,8 @@ import roundelay
 from benchmarks.gpu.first_look import networks, told
 from benchmarks.gpu.first_look.place import Place
 from roundelay import Job
-from roundelay.api.events import Saved
-from roundelay.api.training import Length, Session
+from roundelay.session.events import Saved
+from roundelay.session.training import Length, Session
 
 SLOWEST = {False: 0.2, True: 0.04}
 """Our samples/s may be this part of plain PyTorch's, and no less; in a rehearsal (True) less."""

@@ -22,13 +22,13 @@ def plant(name: str) -> None:
 
 
 def _unequal() -> None:
-    from roundelay.api import verifying
+    from roundelay.proof import verifying
 
     verifying._is_equal = lambda one, two: False
 
 
 def _around_run(behind: Callable[[Any], None]) -> None:
-    from roundelay.api.training import Session
+    from roundelay.session.training import Session
 
     run = Session.run
 
@@ -51,7 +51,7 @@ def _weights() -> None:
 
 
 def _raises() -> None:
-    from roundelay.api.training import Session
+    from roundelay.session.training import Session
 
     def planted_run(self: Any, **how: Any) -> Any:
         raise RuntimeError("planted")
@@ -106,7 +106,7 @@ def _one_worker() -> None:
 
 
 def _no_checkpoint() -> None:
-    from roundelay.api.checkpointing import Checkpointer
+    from roundelay.session.checkpointing import Checkpointer
 
     Checkpointer._complete = lambda self, snapshot, parts, at: None
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import roundelay
 from benchmarks.gpu.first_look import networks, told
 from benchmarks.gpu.first_look.place import Place
-from roundelay.api.training import Length, Session
+from roundelay.session.training import Length, Session
 
 SOURCE = str(Path(roundelay.__file__).parent)
 RULES = (("1f1b", 4), ("pipeoptim", 1))

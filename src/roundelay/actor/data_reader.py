@@ -1,9 +1,9 @@
 """The reader on a virtual clock: it loads the next batch as soon as a register is free.
 
-It models the prefetching thread of :mod:`roundelay.runtime.prefetch`: a register is in use from the moment at which a
-batch starts being loaded into it until the worker requests the batch after it (OneFlow, sections 4.3 and 6.1). The one
-difference is that the thread loads two batches at the start of an epoch, since it looks one batch ahead to know where
-the epoch ends.
+It models the prefetching thread of :mod:`roundelay.runtime.loading.prefetch`: a register is in use from the moment at
+which a batch starts being loaded into it until the worker requests the batch after it (OneFlow, sections 4.3 and 6.1).
+The one difference is that the thread loads two batches at the start of an epoch, since it looks one batch ahead to know
+where the epoch ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to which it writes the
 trained weights.
 
-Names are loaded when first used: the modules here that only judge choices need no torch.
+Names are loaded when first used: plans can be read and simulated where there is no torch.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundelay.api.comparison import compare
-    from roundelay.api.cuts import default_workers
-    from roundelay.api.events import Updated
-    from roundelay.api.planning import capture, plan, simulate
     from roundelay.api.recorded_training import train
-    from roundelay.api.verifying import verify
-    from roundelay.api.weights_file import empty_weights, load
+    from roundelay.compare.comparison import compare
+    from roundelay.planning.cuts import default_workers
+    from roundelay.planning.planning import capture, plan, simulate
+    from roundelay.planning.weights_file import empty_weights, load
+    from roundelay.proof.verifying import verify
+    from roundelay.session.events import Updated
 
 _HOMES = {
-    "Updated": "events",
-    "capture": "planning",
-    "compare": "comparison",
-    "default_workers": "cuts",
-    "empty_weights": "weights_file",
-    "load": "weights_file",
-    "plan": "planning",
-    "simulate": "planning",
-    "train": "recorded_training",
-    "verify": "verifying",
+    "Updated": "session.events",
+    "capture": "planning.planning",
+    "compare": "compare.comparison",
+    "default_workers": "planning.cuts",
+    "empty_weights": "planning.weights_file",
+    "load": "planning.weights_file",
+    "plan": "planning.planning",
+    "simulate": "planning.planning",
+    "train": "api.recorded_training",
+    "verify": "proof.verifying",
 }
 
 __all__ = [
@@ -50,4 +50,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'roundelay.api' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"roundelay.api.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"roundelay.{_HOMES[name]}"), name)

@@ -10,22 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundelay.api.check_given import check_length, validate_check
-from roundelay.api.checkpointing import Saving
-from roundelay.api.events import Evaluated, Event, Observer, Updated, broadcast
-from roundelay.api.job_file import GivenJob
-from roundelay.api.observers import RunFolderObserver, user_observer
-from roundelay.api.planning import captured_and_planned
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.run_record import Trained
-from roundelay.api.run_summary import write_results
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session
 from roundelay.env import launched_as, runs_folder
 from roundelay.errors import PlanWarning, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.observe.progress_lines import ProgressLines
 from roundelay.observe.run_folder import RunFolder, check_vacant
+from roundelay.planner.check_given import check_length, validate_check
+from roundelay.planning.job_file import GivenJob
+from roundelay.planning.planning import captured_and_planned
+from roundelay.proof.fidelity_precheck import check_before_training
+from roundelay.session.checkpointing import Saving
+from roundelay.session.events import Evaluated, Event, Observer, Updated, broadcast
+from roundelay.session.observers import RunFolderObserver, user_observer
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.run_record import Trained
+from roundelay.session.run_summary import write_results
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 
 
 def train(  # noqa: PLR0913  as many parameters as the command has options
@@ -70,7 +71,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             function is called late. An exception ends the training; the last checkpoint is complete.
             :class:`roundelay.StopTraining` ends it in good order, soon after.
         observers: called in the same way with every event: updates, evaluations, checkpoints and others
-            (``roundelay.api.events``).
+            (``roundelay.session.events``).
         check: ``full`` first trains the captured job and plain PyTorch over two updates, in processes of their own, and
             refuses a job that differs; ``quick`` relies on what capture has detected; ``off`` checks nothing. By
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
@@ -103,7 +104,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     session = Session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), start)
     if session.drained is not None:
         warnings.warn(f"{session.drained.reason}: the first batches read newer weights", PlanWarning, stacklevel=2)
-    checked = session.check(check)
+    checked = check_before_training(session, check)
     own = user_observer(on_update, observers, captured.settings.check)
     watching = [_Progress(session), own] if progress else [own]
     checkpoint = None if save_to is None else Path(save_to)

@@ -8,8 +8,8 @@ import sys
 
 from roundelay.cli.output_streams import tolerate
 from roundelay.env import better_malloc, by_torchrun, launched_as
-from roundelay.runtime.child_process import die_with_parent
-from roundelay.runtime.stop_watchdog import start_watchdog
+from roundelay.launching.stop_watchdog import start_watchdog
+from roundelay.runtime.processes.child_process import die_with_parent
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.table_command import table_command
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import InternalError, RoundelayError, UsageError
-from roundelay.runtime.tamper_ways import check_tamper
+from roundelay.proof.tamper_ways import check_tamper
 
 _INTERRUPTED = 130
 """typer's exit code after Ctrl-C: 128 plus the number of the signal."""
@@ -233,13 +233,13 @@ def _usage_error(error: typer.TyperException) -> UsageError:
 
 def _device_has_failed() -> bool:
     """Whether a device has failed in this process, if it has come so far."""
-    module: Any = sys.modules.get("roundelay.runtime.device_failure")
+    module: Any = sys.modules.get("roundelay.runtime.processes.device_failure")
     return module is not None and bool(module.has_failed())
 
 
 def _out_of_threads(error: Exception) -> RoundelayError | None:
     """The error of a host that has no more threads, if it is that, and this process has come so far."""
-    module: Any = sys.modules.get("roundelay.runtime.user_errors")
+    module: Any = sys.modules.get("roundelay.runtime.processes.user_errors")
     known: RoundelayError | None = None if module is None else module.out_of_threads("starting a thread", error)
     return known
 

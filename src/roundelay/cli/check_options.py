@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roundelay.api.check_given import check_each, check_given, check_length, validate_check
-from roundelay.api.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.cli.options import Choices, CommonChoices, RunOptions, exclusive
 from roundelay.cli.registered_rules import may_register_rules
+from roundelay.compare.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.ir.rule import rule_named, rules
+from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
 
 
 def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) -> None:

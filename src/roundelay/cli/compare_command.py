@@ -10,18 +10,26 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from roundelay.api.check_here import check_here
-from roundelay.api.comparison import Compared, ComparisonEvent, Observe, RunFinished, RunResumed, RunStarted, compare
-from roundelay.api.comparison_charts import Written, write_comparison
-from roundelay.api.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
-from roundelay.api.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
-from roundelay.api.events import Updated
-from roundelay.api.job_file import job_maker
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.options import CommonChoices
 from roundelay.cli.screen import announce, plan_warnings_as_lines, show_json, stderr, stdout, table
+from roundelay.compare.comparison import (
+    Compared,
+    ComparisonEvent,
+    Observe,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    compare,
+)
+from roundelay.compare.comparison_charts import Written, write_comparison
+from roundelay.compare.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
+from roundelay.compare.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.errors import RunError
+from roundelay.planning.check_here import check_here
+from roundelay.planning.job_file import job_maker
+from roundelay.session.events import Updated
 
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
 

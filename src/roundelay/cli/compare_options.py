@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from roundelay.api.comparison_variants import OPTIMIZERS
+from roundelay.compare.comparison_variants import OPTIMIZERS
 
 Rules = Annotated[
     str,

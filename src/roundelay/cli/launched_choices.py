@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from roundelay.api.holder_choices import read_signatures
 from roundelay.cli.options import Choices
 from roundelay.env import launched
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
+from roundelay.launching.launch import needs_launcher
+from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.planner.holder_choices import read_signatures
 from roundelay.runtime.device import num_cuda_devices
-from roundelay.runtime.launch import needs_launcher
-from roundelay.runtime.rendezvous import ProcessGroup
 from roundelay.schedules import LAYOUTS, PIPELINE
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from roundelay import env
-from roundelay.api.holder_choices import read_signatures
-from roundelay.api.planning import read_plan
 from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import plan_files
 from roundelay.errors import UsageError, counted
-from roundelay.runtime.child_process import die_with_parent
+from roundelay.planner.holder_choices import read_signatures
+from roundelay.planning.planning import read_plan
 from roundelay.runtime.device import num_cuda_devices
+from roundelay.runtime.processes.child_process import die_with_parent
 from roundelay.schedules import PIPELINE
 
 ENTRY = ("-m", "roundelay")

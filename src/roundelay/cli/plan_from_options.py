@@ -9,16 +9,6 @@ from typing import Any
 
 from roundelay import env
 from roundelay.api import capture
-from roundelay.api.check_here import check_here
-from roundelay.api.compile_stages import compile_stages, for_plan
-from roundelay.api.default_choices import cores_notice
-from roundelay.api.draft_plan import parse_names
-from roundelay.api.explain_plan import plan_notices
-from roundelay.api.holder_choices import parts_of, read_signatures
-from roundelay.api.make_plan import Planned, micro_batch_notice
-from roundelay.api.memory_limit import check_memory
-from roundelay.api.num_micro_batches import MicroBatchChoice
-from roundelay.api.planning import fitted, plan_with_reasons, read_plan
 from roundelay.cli.launched_choices import spread
 from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
@@ -28,12 +18,22 @@ from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named, rules
 from roundelay.job import Job
+from roundelay.launching.forked_call import apart
+from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import programs_of
+from roundelay.planner.draft_plan import parse_names
+from roundelay.planner.holder_choices import parts_of, read_signatures
+from roundelay.planning.check_here import check_here
+from roundelay.planning.compile_stages import compile_stages, for_plan
+from roundelay.planning.default_choices import cores_notice
+from roundelay.planning.explain_plan import plan_notices
+from roundelay.planning.make_plan import Planned, micro_batch_notice
+from roundelay.planning.memory_limit import check_memory
+from roundelay.planning.num_micro_batches import MicroBatchChoice
+from roundelay.planning.planning import fitted, plan_with_reasons, read_plan
 from roundelay.runtime.device import resolve_devices
-from roundelay.runtime.forked_call import apart
-from roundelay.runtime.loader_probe import DEADLINE_S
-from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.runtime.loading.loader_probe import DEADLINE_S
 from roundelay.schedules import PIPELINE, schedule_named
 
 _ALWAYS = ("rule", "compile", "precision", "clip", "deterministic", "transport", "deadline_s")

@@ -21,7 +21,7 @@ from roundelay.checkpoint.atomic_files import strict_json
 from roundelay.errors import PlanWarning, RoundelayError
 
 if TYPE_CHECKING:  # torch would be imported with it, and `roundelay doctor` must work without
-    from roundelay.runtime.prefetch import OnWait
+    from roundelay.runtime.loading.prefetch import OnWait
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from roundelay.api.verifying import Verification
 from roundelay.cli.screen import stdout, table
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
+from roundelay.proof.verifying import Verification
 from roundelay.simulator import Simulation
 
 _COLUMNS = """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roundelay.api.planning import read_plan, simulate
-from roundelay.api.run_summary import ends_of, gaps_between
 from roundelay.cli.screen import show_json, stdout
 from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.lower.verify_schedule import programs_of
 from roundelay.observe.trace import write_trace
+from roundelay.planning.planning import read_plan, simulate
 from roundelay.schedule_grid import legend, staircase
+from roundelay.session.run_summary import ends_of, gaps_between
 
 
 def simulate_command(

@@ -11,19 +11,6 @@ from typing import Any
 import torch
 
 from roundelay import env
-from roundelay.api.checkpointing import Saving, evaluating, holding_averages
-from roundelay.api.events import Observer, broadcast
-from roundelay.api.explain_plan import explain
-from roundelay.api.fidelity import UNCHECKED
-from roundelay.api.job_file import load_job
-from roundelay.api.observers import RunFolderObserver, tensorboard_observer
-from roundelay.api.plain_baseline import measure
-from roundelay.api.restarts import rest_of, run_restarting
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.run_record import Trained
-from roundelay.api.run_summary import summary_lines, write_results
-from roundelay.api.stop_condition import Length
-from roundelay.api.training import Session
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.options import Choices, RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, check_source, plan_job
@@ -36,12 +23,25 @@ from roundelay.frontend import Captured
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.lower.validate_plan import CPU
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
-from roundelay.runtime.rendezvous import ProcessGroup
+from roundelay.planning.explain_plan import explain
+from roundelay.planning.job_file import load_job
+from roundelay.proof.fidelity_precheck import check_before_training
+from roundelay.proof.plain_baseline import measure
 from roundelay.runtime.state_reports import Gathered
+from roundelay.session.checkpointing import Saving, evaluating, holding_averages
+from roundelay.session.events import Observer, broadcast
+from roundelay.session.observers import RunFolderObserver, tensorboard_observer
+from roundelay.session.restarts import rest_of, run_restarting
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.run_record import Trained
+from roundelay.session.run_summary import UNCHECKED, summary_lines, write_results
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 
 RUNS = Path("runs")
 """Parent of the run folders without a name of their own."""
@@ -92,7 +92,7 @@ def train_job(
         party: the launcher's processes, if one has started this process; this one leads them.
     """
     job, plan, session = planned.job, planned.plan, _session(planned, run)
-    checked = session.check(run.check, party)
+    checked = check_before_training(session, run.check, launched=party is not None)
     if checked:
         announce(f"{checked[0].upper()}{checked[1:]}.", quiet and UNCHECKED not in checked)
     session, folder = _begun(session, run.out, runs, party)

@@ -15,11 +15,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from roundelay.api.events import Drained, Evaluated, Event, NotSaved, Restarted, Saved, Skipped, Stopping, Updated
 from roundelay.cli.screen import stderr
 from roundelay.observe.progress_lines import ProgressLines, RunLength
 from roundelay.observe.run_folder import RunFolder
-from roundelay.runtime.checkpoint_schedule import RunControl
+from roundelay.runtime.loading.checkpoint_schedule import RunControl
+from roundelay.session.events import Drained, Evaluated, Event, NotSaved, Restarted, Saved, Skipped, Stopping, Updated
 
 _REPORTED_SKIPS = (8, 16, 32, 64, 128)
 """Numbers of updates skipped in a row that are reported; a dynamic scale settles after fewer."""

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roundelay.api.job_file import load_job
-from roundelay.api.reference_start import ReferenceStart
-from roundelay.api.resume import load_checkpoint
-from roundelay.api.training import Session
-from roundelay.api.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
@@ -16,6 +11,11 @@ from roundelay.cli.screen import announce, show_json
 from roundelay.cli.sim_output import show_verification, verification_json
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import NondeterministicError
+from roundelay.planning.job_file import load_job
+from roundelay.proof.reference_start import ReferenceStart
+from roundelay.proof.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.training import Session
 
 
 def verify_command(job_file: Path, choices: Choices, options: VerifyOptions, *, as_json: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from roundelay.cli import options as o
-from roundelay.runtime.tamper_ways import ALL_WAYS
+from roundelay.proof.tamper_ways import ALL_WAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ import torch
 from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.errors import CaptureError, RoundelayError, counted
 from roundelay.frontend import batch as batches
-from roundelay.frontend.activation_checkpointing import recording_checkpoints
 from roundelay.frontend.batch import Batch, fields, layout, num_rows, twice
 from roundelay.frontend.describe_graph import describe_graph
-from roundelay.frontend.export import Exported, Role, export, first_of_storages, refuse_failing
-from roundelay.frontend.export_adapter import Inputs, LazyBuffer
+from roundelay.frontend.export.activation_checkpointing import recording_checkpoints
+from roundelay.frontend.export.export import Exported, Role, export, first_of_storages, refuse_failing
+from roundelay.frontend.export.export_adapter import Inputs, LazyBuffer
+from roundelay.frontend.export.recurrent import flatten, weights_of
 from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.few_rows import Rows, row_steps, same_small_sizes, sizes_of
 from roundelay.frontend.graph_inputs import GraphInputs
@@ -36,19 +37,18 @@ from roundelay.frontend.label_counts import add_count
 from roundelay.frontend.loss import LossCall, LossFunction
 from roundelay.frontend.loss_reads import Sample, observe_loss
 from roundelay.frontend.model_call import first_forward, train
-from roundelay.frontend.precision import autocast, not_in
-from roundelay.frontend.reachable_state import Change, ReachableState
-from roundelay.frontend.recurrent import flatten, weights_of
-from roundelay.frontend.retarget_device import CPU
 from roundelay.frontend.sharding import Sharding, own_part, split_range
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
-from roundelay.frontend.source_lines import line_of_change
 from roundelay.frontend.stage_builder import StageBuilder
-from roundelay.frontend.stage_function import Mode, StageFunction
+from roundelay.frontend.stages.precision import autocast, not_in
+from roundelay.frontend.stages.retarget_device import CPU
+from roundelay.frontend.stages.stage_function import Mode, StageFunction
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
 from roundelay.ir.sbp import P, Signature, Split
 from roundelay.ir.stage import StageSpec
+from roundelay.reach.reachable_state import Change, ReachableState
+from roundelay.reach.source_lines import line_of_change
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Captured:
         Args:
             spec: which operations.
             device: where they run.
-            halved: its backward leaves weight gradients for later; see :mod:`roundelay.frontend.split_backward`.
+            halved: its backward leaves weight gradients for later; see :mod:`roundelay.frontend.stages.split_backward`.
             part: which worker of the mesh axis, if there is one.
         """
         builder = self.builder if self.sharding is None else self.sharding.builders[part]
@@ -193,7 +193,7 @@ class Captured:
     def flatten_recurrent(self, spec: StageSpec, weights: Mapping[str, torch.Tensor]) -> None:
         """Move the weights of each recurrent layer of a stage on a GPU into one memory; elsewhere they stay.
 
-        See :func:`roundelay.frontend.recurrent.flatten`.
+        See :func:`roundelay.frontend.export.recurrent.flatten`.
         """
         if not any(weight.is_cuda for weight in weights.values()):
             return

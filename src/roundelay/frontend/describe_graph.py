@@ -16,14 +16,14 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundelay.frontend.batch import fields
-from roundelay.frontend.export import Exported
-from roundelay.frontend.export_substitutes import takes_statistics
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.export.export_substitutes import takes_statistics
+from roundelay.frontend.export.recurrent import FLOPS
 from roundelay.frontend.few_rows import Rows
 from roundelay.frontend.graph_passes import Cleaned
 from roundelay.frontend.graph_run import DRAW, call_node, run_nodes, value_of
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
-from roundelay.frontend.recurrent import FLOPS
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
 
 LIGHT_BYTES = 32 << 20

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import JobError
-from roundelay.frontend.reachable_state import ReachableState, SlotId, StateSlot
+from roundelay.reach.reachable_state import ReachableState, SlotId, StateSlot
 
 _KINDS = (bool, int, float, str, type(None))
 _ABSENT = object()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, rows_between
-from roundelay.frontend.export import Exported
-from roundelay.frontend.export_adapter import CallShape
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.export.export_adapter import CallShape
 from roundelay.frontend.model_call import call_inputs
-from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, ReachableState
 from roundelay.frontend.side_channels import SampleCall
+from roundelay.reach.reachable_state import DEFAULT_GENERATORS, ReachableState
 
 LEAST, GROWTH = 2, 4
 """The fewest rows (a size of one is special to many operations), and how many times as many come next."""

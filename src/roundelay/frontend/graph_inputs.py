@@ -10,8 +10,8 @@ import torch
 
 from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch, copy_batch, fields, fresh, layout, num_rows
-from roundelay.frontend.export import Exported
-from roundelay.frontend.export_adapter import CallShape, Inputs
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.export.export_adapter import CallShape, Inputs
 from roundelay.frontend.model_call import call_inputs
 from roundelay.ir.graph import BATCH, INPUT, Graph
 

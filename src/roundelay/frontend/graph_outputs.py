@@ -2,8 +2,9 @@
 
 - *Bare outputs.* A model may return a parameter, a buffer or a constant unchanged; a loss may read one directly. Each
   becomes the output of an ``alias`` operation, so that it is a value like others and receives its gradient.
-- *Replaced buffers.* The trace writes them at its very end (:mod:`roundelay.frontend.export_adapter`). The write is
-  moved up to where its value is computed, and readers of the old value read a copy, so that cuts in between stay legal.
+- *Replaced buffers.* The trace writes them at its very end (:mod:`roundelay.frontend.export.export_adapter`). The write
+  is moved up to where its value is computed, and readers of the old value read a copy, so that cuts in between stay
+  legal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from roundelay.frontend.export import Exported
+from roundelay.frontend.export.export import Exported
 from roundelay.frontend.graph_run import is_mutable
 
 aten = torch.ops.aten

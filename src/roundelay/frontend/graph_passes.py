@@ -8,7 +8,7 @@ They remove three obstacles:
   recognised by the operator's schema, or by the version counter of a tensor: so also within ``torch.no_grad()``, which
   export turns into one operation.
 - *Assertions on metadata*, which hold by construction and cost a call each.
-- *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.keyed_rng`.
+- *Random operations*, which are replaced by the keyed ones of :mod:`roundelay.frontend.stages.keyed_rng`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import CaptureError
-from roundelay.frontend.export import Exported, Role
-from roundelay.frontend.export_substitutes import branch, cumulative_batch_norm, takes_statistics
+from roundelay.frontend.export.export import Exported, Role
+from roundelay.frontend.export.export_substitutes import branch, cumulative_batch_norm, takes_statistics
 from roundelay.frontend.graph_run import (
     DRAW,
     Call,
@@ -36,7 +36,7 @@ from roundelay.frontend.graph_run import (
     run_nodes,
     version_of,
 )
-from roundelay.frontend.keyed_rng import keyed_attention, keyed_call, keyed_dropout
+from roundelay.frontend.stages.keyed_rng import keyed_attention, keyed_call, keyed_dropout
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from roundelay.frontend.export import Exported
-from roundelay.frontend.keyed_rng import RngKey
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.stages.keyed_rng import RngKey
 
 DRAW = "draw"
 """The placeholder of the key of random operations."""

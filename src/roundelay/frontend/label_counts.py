@@ -17,7 +17,7 @@ import torch.fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundelay.frontend.export import Exported
+from roundelay.frontend.export.export import Exported
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ import torch
 
 from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch, as_number, is_number, replace, without_tensors
-from roundelay.frontend.export_adapter import Opaque, OutputShape
+from roundelay.frontend.export.export_adapter import Opaque, OutputShape
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss_closure import ClosureSlots, unread
 from roundelay.frontend.loss_metrics import Metrics, tensors

@@ -1,12 +1,12 @@
 """Slots from which a loss reads tensors that are not its arguments: filled for one call, then restored.
 
 A forward may leave tensors in attributes, dicts and lists that the loss reads
-(:class:`roundelay.frontend.export_adapter.SideOutput`), and a loss may read the model's weights: a penalty over them, a
-layer that the forward does not call. They travel to the last stage as outputs of the model, and are put there into the
-slots from which the loss reads.
+(:class:`roundelay.frontend.export.export_adapter.SideOutput`), and a loss may read the model's weights: a penalty over
+them, a layer that the forward does not call. They travel to the last stage as outputs of the model, and are put there
+into the slots from which the loss reads.
 
 All threads of a process share the model, so a call that fills slots holds a lock that an evaluation takes as well. A
-thread that takes both takes :data:`roundelay.frontend.keyed_rng.DEFAULT_GENERATOR_LOCK` first.
+thread that takes both takes :data:`roundelay.frontend.stages.keyed_rng.DEFAULT_GENERATOR_LOCK` first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from roundelay.frontend.export_adapter import Opaque, SideOutput
-from roundelay.frontend.keyed_rng import GeneratorLock
-from roundelay.frontend.reachable_state import ReachableState, StateSlot
+from roundelay.frontend.export.export_adapter import Opaque, SideOutput
+from roundelay.frontend.stages.keyed_rng import GeneratorLock
+from roundelay.reach.reachable_state import ReachableState, StateSlot
 
 MODEL_LOCK = GeneratorLock("what the model's attributes hold")
 """Held while a loss call has tensors in the model's attributes, and while an evaluation calls the model."""

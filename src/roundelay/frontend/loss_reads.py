@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_structure
 
 from roundelay.errors import JobError, RoundelayError
 from roundelay.frontend.batch import Batch, fields, leaves, numbers
-from roundelay.frontend.export_adapter import Opaque, OutputShape, Seen, SideOutput
-from roundelay.frontend.export_checks import autograd_nodes, refusing_draws
+from roundelay.frontend.export.export_adapter import Opaque, OutputShape, Seen, SideOutput
+from roundelay.frontend.export.export_checks import autograd_nodes, refusing_draws
+from roundelay.frontend.export.trace_guards import refusing_grad
+from roundelay.frontend.export.traced_checks import CheckedLoss
 from roundelay.frontend.label_counts import Labels, LabelWatch
 from roundelay.frontend.loss import LossCall, LossFunction, LossReads, checked, with_tensors
 from roundelay.frontend.loss_closure import ClosureSlots, weights_at
 from roundelay.frontend.loss_metrics import Metrics, check_count, layout, tensors
 from roundelay.frontend.loss_metrics import split as without_metrics
-from roundelay.frontend.reachable_state import Change, ReachableState
-from roundelay.frontend.source_lines import users_line_of
-from roundelay.frontend.trace_guards import refusing_grad
-from roundelay.frontend.traced_checks import CheckedLoss
+from roundelay.reach.reachable_state import Change, ReachableState
+from roundelay.reach.source_lines import users_line_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 
 from roundelay.errors import JobError
 from roundelay.frontend.batch import Batch
-from roundelay.frontend.export_adapter import CallShape, Inputs
-from roundelay.frontend.keyed_rng import DEFAULT_GENERATOR_LOCK
-from roundelay.frontend.reachable_state import DEFAULT_GENERATORS, ReachableState
-from roundelay.frontend.slot_values import MISSING
+from roundelay.frontend.export.export_adapter import CallShape, Inputs
+from roundelay.frontend.stages.keyed_rng import DEFAULT_GENERATOR_LOCK
+from roundelay.reach.reachable_state import DEFAULT_GENERATORS, ReachableState
+from roundelay.reach.slot_values import MISSING
 
 
 def train(model: torch.nn.Module) -> None:

@@ -14,11 +14,11 @@ import torch
 
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend.batch import SPARSE, Batch, leaves
-from roundelay.frontend.export_adapter import CallShape, Inputs, default_inputs
+from roundelay.frontend.export.export_adapter import CallShape, Inputs, default_inputs
 from roundelay.frontend.loss import LossFunction
 from roundelay.frontend.model_call import locked_if_random
-from roundelay.frontend.reachable_state import ReachableState, SlotId
-from roundelay.frontend.source_lines import set_at
+from roundelay.reach.reachable_state import ReachableState, SlotId
+from roundelay.reach.source_lines import set_at
 
 
 @dataclass(frozen=True, slots=True)

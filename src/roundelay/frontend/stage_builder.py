@@ -11,19 +11,19 @@ from typing import Any
 import torch
 import torch.fx
 
-from roundelay.frontend.compiled_segment import CompiledSegment
-from roundelay.frontend.export import Exported
+from roundelay.frontend.export.export import Exported
 from roundelay.frontend.graph_run import DRAW, run_nodes
-from roundelay.frontend.keyed_rng import RngKey, keyed_call
-from roundelay.frontend.local_graph import ONLY, Part, take_part
 from roundelay.frontend.loss import LossCall
-from roundelay.frontend.on_device import OnDevice, on_device
-from roundelay.frontend.precision import FULL, autocast
-from roundelay.frontend.remat_segment import RematSegment
-from roundelay.frontend.retarget_device import CPU, retarget
-from roundelay.frontend.segment import Call, Segment
-from roundelay.frontend.split_backward import split
-from roundelay.frontend.stage_function import Mode, StageFunction
+from roundelay.frontend.mesh.local_graph import ONLY, Part, take_part
+from roundelay.frontend.stages.compiled_segment import CompiledSegment
+from roundelay.frontend.stages.keyed_rng import RngKey, keyed_call
+from roundelay.frontend.stages.on_device import OnDevice, on_device
+from roundelay.frontend.stages.precision import FULL, autocast
+from roundelay.frontend.stages.remat_segment import RematSegment
+from roundelay.frontend.stages.retarget_device import CPU, retarget
+from roundelay.frontend.stages.segment import Call, Segment
+from roundelay.frontend.stages.split_backward import split
+from roundelay.frontend.stages.stage_function import Mode, StageFunction
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
 from roundelay.ir.sbp import B, Split

@@ -13,9 +13,9 @@ import torch.fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundelay.errors import PlanError
-from roundelay.frontend.export import Exported
-from roundelay.frontend.local_graph import Part, local_graph
-from roundelay.frontend.op_forms import op_form
+from roundelay.frontend.export.export import Exported
+from roundelay.frontend.mesh.local_graph import Part, local_graph
+from roundelay.frontend.mesh.op_forms import op_form
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed
 from roundelay.ir.deduction import Deduction, Row, ShardedOp, Use

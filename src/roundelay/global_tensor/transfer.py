@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from roundelay.frontend.local_graph import as_part, put_part, take_part
+from roundelay.frontend.mesh.local_graph import as_part, put_part, take_part
 from roundelay.global_tensor.placement import Placement
 from roundelay.ir.exchange import Phase
 from roundelay.ir.sbp import B, P, Signature, Split, bounds, local_shape

@@ -26,10 +26,10 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.lower.device_names import check_number, listed_devices
 from roundelay.lower.validate_plan import CPU
-from roundelay.runtime.device_failure import RecentIntegers, device_error
 from roundelay.runtime.handlers import Context, Entry, Handler
-from roundelay.runtime.instruction_log import KEPT_INSTRUCTIONS, Told
-from roundelay.runtime.user_errors import explain_error
+from roundelay.runtime.loading.instruction_log import KEPT_INSTRUCTIONS, Told
+from roundelay.runtime.processes.device_failure import RecentIntegers, device_error
+from roundelay.runtime.processes.user_errors import explain_error
 from roundelay.transport.cuda import Cuda, Event, Stream
 from roundelay.transport.nccl_p2p import Place
 

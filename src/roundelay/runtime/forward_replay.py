@@ -9,7 +9,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import ANY, Key, StageInFlight, Weights
-from roundelay.frontend.retarget_device import CPU
+from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.weight_prediction import LastStep
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from roundelay.errors import InternalError, listed
-from roundelay.frontend.retarget_device import CPU
+from roundelay.frontend.stages.retarget_device import CPU
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -25,9 +25,9 @@ from roundelay.runtime.exchange import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.links import Room
 from roundelay.runtime.loss_scaler import LossScaler
+from roundelay.runtime.processes.worker_messages import Report, Reporter
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter
-from roundelay.runtime.worker_messages import Report, Reporter
 from roundelay.transport.endpoint import Message, Value
 
 Entry = tuple[MicroBatch, dict[str, torch.Tensor]]

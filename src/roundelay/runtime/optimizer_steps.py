@@ -10,13 +10,12 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from roundelay.frontend import Captured
-from roundelay.frontend.gradient_hooks import call_hooks, hooks_of
+from roundelay.frontend.export.gradient_hooks import call_hooks, hooks_of
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.runtime.initial_state import Initial
-from roundelay.runtime.optimizer_state import OptimizerState
-from roundelay.runtime.owned_weights import OwnedWeights
-from roundelay.runtime.stage_optimizer import (
+from roundelay.runtime.optimizer.optimizer_state import OptimizerState
+from roundelay.runtime.optimizer.stage_optimizer import (
     RateTable,
     build_optimizer,
     build_scheduler,
@@ -26,7 +25,8 @@ from roundelay.runtime.stage_optimizer import (
     per_update_scheduler,
     without_gradients,
 )
-from roundelay.runtime.weight_averages import WeightAverages
+from roundelay.runtime.optimizer.weight_averages import WeightAverages
+from roundelay.runtime.owned_weights import OwnedWeights
 
 
 @final

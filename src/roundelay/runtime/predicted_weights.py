@@ -10,7 +10,7 @@ import torch
 
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.stage_optimizer import RateTable, groups_of
+from roundelay.runtime.optimizer.stage_optimizer import RateTable, groups_of
 from roundelay.weight_prediction import LastStep, Outlook, needs_displacement, needs_gradient, predict
 
 Tensors = dict[str, torch.Tensor]

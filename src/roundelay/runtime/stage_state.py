@@ -13,9 +13,9 @@ from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
-from roundelay.frontend.retarget_device import CPU
-from roundelay.frontend.segment import Leaves
-from roundelay.frontend.stage_function import Debt, debt_bytes
+from roundelay.frontend.stages.retarget_device import CPU
+from roundelay.frontend.stages.segment import Leaves
+from roundelay.frontend.stages.stage_function import Debt, debt_bytes
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import Phase, all_reduce
 from roundelay.ir.graph import COUNT, LOSS

@@ -25,9 +25,9 @@ from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.runtime.grad_norm import GradNorms
+from roundelay.runtime.processes.user_errors import unexpected
+from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
 from roundelay.runtime.stage_state import Stage
-from roundelay.runtime.user_errors import unexpected
-from roundelay.runtime.worker_messages import Report, Reporter, failure
 
 Gathered = Literal["nothing", "weights", "everything"]
 """What the launcher gets of a state: weights are parameters, buffers, and the averages to evaluate with."""

@@ -26,25 +26,25 @@ from roundelay.job import Job
 from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm, wanders
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
-from roundelay.runtime.batch_reader import read
 from roundelay.runtime.boxing import Boxing
-from roundelay.runtime.checkpoint_schedule import Extent, RunControl
-from roundelay.runtime.determinism import use_threads
 from roundelay.runtime.device import HOST, Device
-from roundelay.runtime.device_failure import has_failed, keep
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
-from roundelay.runtime.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
+from roundelay.runtime.loading.batch_reader import read
+from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
+from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro_batches
+from roundelay.runtime.loading.prefetch import Registers
 from roundelay.runtime.loss_scaler import LossScaler
-from roundelay.runtime.prefetch import Registers
+from roundelay.runtime.processes.determinism import use_threads
+from roundelay.runtime.processes.device_failure import has_failed, keep
+from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
+from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
 from roundelay.runtime.shared_sums import block_of
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.sum_blocks import SumBlocks, planned_sums
-from roundelay.runtime.user_errors import out_of_memory, unexpected
-from roundelay.runtime.worker_messages import Report, Reporter, failure
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]

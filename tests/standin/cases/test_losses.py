@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roundelay
-from roundelay.api.training import Length, Session
 from roundelay.job import Job
+from roundelay.session.training import Length, Session
 from tests.zoo import ZOO
 from tests.zoo.dense import CLASSES
 

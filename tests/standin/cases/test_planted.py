@@ -13,13 +13,14 @@ import torch
 
 import roundelay
 from roundelay.errors import RoundelayError
-from roundelay.frontend import retarget_device, stage_builder
+from roundelay.frontend import stage_builder
+from roundelay.frontend.stages import retarget_device
+from roundelay.launching.cuda_handoff import StreamEndpoint
 from roundelay.runtime import exchange, predicted_weights
-from roundelay.runtime.cuda_handoff import StreamEndpoint
 from roundelay.runtime.gradient_bucket import GradientBucket
-from roundelay.runtime.optimizer_state import OptimizerState
+from roundelay.runtime.optimizer.optimizer_state import OptimizerState
+from roundelay.runtime.optimizer.weight_averages import WeightAverages
 from roundelay.runtime.stage_state import Stage
-from roundelay.runtime.weight_averages import WeightAverages
 from roundelay.transport.cuda import Cuda
 from tests.standin.cases.test_losses import job_of
 from tests.standin.matrix import Case, bench, plan_of, races_of, run

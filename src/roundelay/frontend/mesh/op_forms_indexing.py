@@ -1,0 +1,169 @@
+"""The forms of operators that take parts of a tensor, join tensors, or look numbers up by an index."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundelay.frontend.mesh.op_forms_base import (
+    NodeForm,
+    Rule,
+    along,
+    arg_shape,
+    argument,
+    dim_argument,
+    first_tensor,
+    labelled,
+    numbered,
+    others,
+    result_shape,
+    result_shapes,
+    shape_of,
+    unlabelled,
+)
+from roundelay.ir.op_form import Dims
+
+aten = torch.ops.aten
+
+
+def _narrow(node: Node) -> NodeForm:
+    return along(node, int(argument(node, 1, 0)))
+
+
+def _slice(node: Node) -> NodeForm:
+    """As ``narrow``; often it is the whole tensor."""
+    _, own = first_tensor(node)
+    return along(node) if result_shape(node) == own else _narrow(node)
+
+
+def _select(node: Node) -> NodeForm:
+    """One place of a dimension, or each."""
+    x, own = first_tensor(node)
+    dim = dim_argument(node, 1, len(own))
+    results = tuple(labelled(shape, others(len(own), dim)) for shape in result_shapes(node))
+    return NodeForm({x: numbered(own, dim)}, results, (frozenset([x]),))
+
+
+def _split_sizes(node: Node) -> NodeForm:
+    """Equal blocks of a dimension: each result has the labels of a block."""
+    (x, own), shapes = first_tensor(node), result_shapes(node)
+    dim = dim_argument(node, 2, len(own))
+    if len(set(shapes)) > 1:
+        return along(node, dim)
+    blocks = tuple(((None, len(shapes)), (d, shapes[0][d])) if d == dim else ((d, own[d]),) for d in range(len(own)))
+    return NodeForm({x: blocks}, tuple(map(numbered, shapes)), (frozenset([x]),))
+
+
+def _getitem(node: Node) -> NodeForm | None:
+    """One of several results."""
+    shape = shape_of(node)
+    if shape is None or not isinstance(node.args[1], int):
+        return None
+    return NodeForm({}, (numbered(shape),))
+
+
+def _cat(node: Node) -> NodeForm:
+    tensors, shape = _listed(node), result_shape(node)
+    dim = dim_argument(node, 1, len(shape))
+    args: dict[Node, Dims] = {}
+    for x in tensors:
+        own = arg_shape(x)
+        args[x] = numbered(own, dim) if len(own) == len(shape) else unlabelled(own)
+    return NodeForm(args, (numbered(shape, dim),), (frozenset(args),))
+
+
+def _stack(node: Node) -> NodeForm:
+    tensors, shape = _listed(node), result_shape(node)
+    dim = dim_argument(node, 1, len(shape))
+    args = {x: labelled(arg_shape(x), others(len(shape), dim)) for x in tensors}
+    return NodeForm(args, (numbered(shape, dim),), (frozenset(args),))
+
+
+def _listed(node: Node) -> list[Node]:
+    """The tensors of an operation whose first argument lists them."""
+    tensors: Any = node.args[0]
+    return list(tensors)
+
+
+def _index(node: Node) -> NodeForm | None:
+    """One dimension is indexed by a tensor, whose dimensions stand in its place: the results of parts are added up."""
+    listed: Any = node.args[1]
+    indices = {d: index for d, index in enumerate(listed) if index is not None}
+    return _indexed(node, *indices.popitem()) if len(indices) == 1 else None
+
+
+def _index_select(node: Node) -> NodeForm | None:
+    dim: Any = node.args[1]
+    return _indexed(node, dim, node.args[2])
+
+
+def _indexed(node: Node, dim: int, index: Any) -> NodeForm | None:
+    x, own = first_tensor(node)
+    places, dim = shape_of(index), dim % len(own)
+    if not places or index is x or index.meta["val"].dtype is torch.bool:
+        return None
+    new = range(len(own), len(own) + len(places))
+    result = labelled(result_shape(node), [*range(dim), *new, *range(dim + 1, len(own))])
+    of_x = numbered(own, *([] if _adds_up(x, own[dim]) else [dim]))
+    return NodeForm({x: of_x, index: labelled(places, new)}, (result,), (frozenset([x]),))
+
+
+def _adds_up(x: Node, size: Any) -> bool:
+    """Whether a dimension of this size can be split: truth values cannot be added up, and a place must be known."""
+    return isinstance(size, int) and x.meta["val"].dtype is not torch.bool
+
+
+def _gather(node: Node) -> NodeForm | None:
+    """One dimension is indexed; of the others the index may have less."""
+    (x, own), index, shape = first_tensor(node), node.args[2], result_shape(node)
+    if not isinstance(index, Node) or index is x or not shape:
+        return None
+    along_dim = dim_argument(node, 1, len(own))
+    whole = [d for d in range(len(own)) if d == along_dim or own[d] != shape[d]]
+    of_x = numbered(own, *[d for d in whole if d != along_dim or not _adds_up(x, own[d])])
+    return NodeForm({x: of_x, index: numbered(shape, *whole)}, (numbered(shape, *whole),), (frozenset([x]),))
+
+
+def _one_hot(node: Node) -> NodeForm:
+    x, own = first_tensor(node)
+    return NodeForm({x: numbered(own)}, (numbered(result_shape(node), -1),))
+
+
+def _embedding(node: Node) -> NodeForm | None:
+    """None where gradients are divided by how often a row is read: no worker alone knows that.
+
+    Rows are split unless their gradient is sparse: it would have rows that were not read.
+    """
+    if argument(node, 3, False):
+        return None
+    w, index = (n for n in node.args[:2] if isinstance(n, Node))
+    shape = result_shape(node)
+    rows = others(len(shape), -1)
+    by_rows = not argument(node, 4, False) and _adds_up(w, arg_shape(w)[0])
+    args = {
+        w: labelled(arg_shape(w), [len(rows) + 1 if by_rows else None, len(rows)]),
+        index: labelled(arg_shape(index), rows),
+    }
+    return NodeForm(args, (numbered(shape),), (frozenset([w]),))
+
+
+INDEXING: dict[Any, Rule] = {
+    aten.slice.Tensor: _slice,
+    aten.narrow.default: _narrow,
+    aten.select.int: _select,
+    aten.unbind.int: _select,
+    aten.split.Tensor: _split_sizes,
+    aten.split_with_sizes.default: _split_sizes,
+    aten.chunk.default: _split_sizes,
+    operator.getitem: _getitem,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.embedding.default: _embedding,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.gather.default: _gather,
+    aten.one_hot.default: _one_hot,
+}

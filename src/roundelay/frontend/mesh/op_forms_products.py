@@ -1,0 +1,154 @@
+"""The forms of products: of matrices, by ``einsum``, convolutions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from roundelay.frontend.mesh.op_forms_base import (
+    NodeForm,
+    Rule,
+    aligned,
+    arg_shape,
+    argument,
+    labelled,
+    numbered,
+    result_shape,
+    unlabelled,
+    varying,
+)
+from roundelay.frontend.stages.keyed_rng import keyed_attention
+from roundelay.ir.op_form import Dims
+
+aten = torch.ops.aten
+
+
+def _product(node: Node, x: Any, w: Any, bias: Any = None, *, transposed: bool = False) -> NodeForm | None:
+    """X (..., m, k) times w (..., k, n) or as ``linear`` has it (n, k), one a vector perhaps; plus a bias."""
+    if not isinstance(x, Node) or not isinstance(w, Node) or len({x, w, bias}) < 3:
+        return None
+    left, right, shape = arg_shape(x), arg_shape(w), result_shape(node)
+    batch = len(shape) - (len(left) > 1) - (len(right) > 1)
+    m, n, k = range(batch, batch + 3)
+    kept = [*range(batch), *[m][: len(left) - 1], *[n][: len(right) - 1]]
+    of_x = aligned(left[:-2], shape[:batch]) + labelled(left[-2:], [m, k][-len(left) :])
+    of_w = aligned(right[:-2], shape[:batch]) + labelled(right[-2:], [n, k] if transposed else [k, n][: len(right)])
+    added = {bias: aligned(arg_shape(bias), shape, kept)} if isinstance(bias, Node) else {}
+    return _bilinear({x: of_x, w: of_w}, added, labelled(shape, kept))
+
+
+def _bilinear(factors: Mapping[Node, Dims], added: Mapping[Node, Dims], result: Dims) -> NodeForm:
+    """Linear in each of the factors, together with what is added."""
+    groups = tuple(frozenset([factor, *added]) for factor in factors)
+    return NodeForm({**factors, **added}, (result,), groups)
+
+
+def _linear(node: Node) -> NodeForm | None:
+    x, w = node.args[:2]
+    if not isinstance(w, Node) or len(arg_shape(w)) != 2:
+        return None
+    return _product(node, x, w, argument(node, 2), transposed=True)
+
+
+def _addmm(node: Node) -> NodeForm | None:
+    bias, x, w = node.args[:3]
+    return _product(node, x, w, bias)
+
+
+def _matmul(node: Node) -> NodeForm | None:
+    return _product(node, *node.args[:2])
+
+
+def _einsum(node: Node) -> NodeForm | None:
+    """Every letter is a label."""
+    equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    once = all(len(set(term)) == len(term) for term in terms) and len(set(tensors)) == len(tensors)
+    if not arrow or "." in equation or not once:
+        return None
+    args = {x: labelled(arg_shape(x), list(map(ord, term))) for x, term in zip(tensors, terms, strict=True)}
+    sizes = {factor for dims in args.values() for factors in dims for factor in factors}
+    if len({label for label, _ in sizes}) < len(sizes):  # a dimension of size 1 is repeated
+        return None
+    return NodeForm(args, (labelled(result_shape(node), list(map(ord, right))),), tuple(frozenset([x]) for x in args))
+
+
+def _convolution(node: Node, *, transposed: bool = False) -> NodeForm | None:
+    """X (rows, i, ...), w (o, i, ...), bias (o): like a product; with groups only rows are split."""
+    x, w, bias = *node.args[:2], argument(node, 2)
+    if not isinstance(x, Node) or not isinstance(w, Node) or len({x, w, bias}) < 3:
+        return None
+    own, weight = arg_shape(x), arg_shape(w)
+    o, i = (1, 2) if argument(node, 6, 1) == 1 else (None, None)
+    rows, space = [0][: len(own) - len(weight) + 1], [None] * (len(weight) - 2)
+    of_x = labelled(own, [*rows, i, *space])
+    of_w = labelled(weight, [i, o, *space] if transposed else [o, i, *space])
+    added = {bias: labelled(arg_shape(bias), [o])} if isinstance(bias, Node) else {}
+    return _bilinear({x: of_x, w: of_w}, added, labelled(result_shape(node), [*rows, o, *space]))
+
+
+def _attention(node: Node) -> NodeForm | None:
+    """Q (..., L, E), k (..., S, E), v (..., S, V): batch and heads go together."""
+    shape = result_shape(node)
+    shapes = {n: arg_shape(n) for n in (*node.args[:3], _mask(node)) if isinstance(n, Node)}
+    args = {n: aligned(own[:-2], shape[:-2]) + unlabelled(own[-2:]) for n, own in shapes.items()}
+    form = NodeForm(args, (numbered(shape, -2, -1),))
+    if node.target is keyed_attention:  # a part's mask is that part of the whole's, whose sizes must be known
+        form = _whole_along(form, varying(shape))
+    return _grouped(node, form) if node.kwargs.get("enable_gqa") else form
+
+
+def _whole_along(form: NodeForm, labels: Collection[int]) -> NodeForm:
+    """The form in which the dimensions with these labels stay whole."""
+
+    def stripped(dims: Dims) -> Dims:
+        return tuple([tuple([(None if label in labels else label, size) for label, size in own]) for own in dims])
+
+    args = {arg: stripped(dims) for arg, dims in form.args.items()}
+    return form._replace(args=args, results=tuple(map(stripped, form.results)))
+
+
+def _mask(node: Node) -> Any:
+    return argument(node, 3, node.kwargs.get("attn_mask"))
+
+
+def _grouped(node: Node, form: NodeForm) -> NodeForm | None:
+    """The same where several heads of q, one after the other, share one of k and v: they go with it."""
+    q, k, v = [n for n in node.args[:3] if isinstance(n, Node)]
+    shape, heads = result_shape(node), arg_shape(k)[-3]
+    if isinstance(_mask(node), Node) or q in (k, v) or heads != arg_shape(v)[-3] or not isinstance(heads, int):
+        return None
+    of_k = ((len(shape) - 3, heads),)
+    of_q = (*of_k, (None, shape[-3] // heads))
+    by_head = {q: of_q, k: of_k, v: of_k}
+    args = {n: (*dims[:-3], by_head[n], *dims[-2:]) for n, dims in form.args.items()}
+    (result,) = form.results
+    return NodeForm(args, ((*result[:-3], of_q, *result[-2:]),))
+
+
+PRODUCTS: dict[Any, Rule] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _addmm,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.mv.default: _matmul,
+    aten.dot.default: _matmul,
+    aten.einsum.default: _einsum,
+    aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv3d.padding: _convolution,
+    aten.conv_transpose1d.default: partial(_convolution, transposed=True),
+    aten.conv_transpose2d.input: partial(_convolution, transposed=True),
+    aten.scaled_dot_product_attention.default: _attention,
+    keyed_attention: _attention,
+}

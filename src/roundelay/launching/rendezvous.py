@@ -1,0 +1,196 @@
+"""Connects the processes that a launcher such as torchrun has started, one worker each, on one host or several.
+
+They meet at a TCPStore. The process of worker 0 leads: it receives all reports on the control channel
+(:mod:`roundelay.launching.control_channel`), and alone prints and writes results. Blocking calls of torch run in a
+separate thread, as the main thread must handle the signals by which a launcher ends this process.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, final
+
+import torch.distributed as dist
+
+from roundelay.errors import WorkerLostError
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import SCALARS
+from roundelay.launchers import LEADER, Launched
+from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable
+from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
+from roundelay.lower.channels import channels_of
+from roundelay.runtime.device import Device
+from roundelay.runtime.processes.worker_messages import Reporter
+from roundelay.transport.checked_endpoint import next_item
+from roundelay.transport.endpoint import Endpoint
+from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.nccl import NcclEndpoint
+from roundelay.transport.nccl_p2p import NcclLane, open_lanes
+
+PLAN_S = 900.0
+"""Seconds that the leader may take to capture and plan."""
+
+_T = TypeVar("_T")
+TICK_S = 0.2
+"""Seconds after which a waiting main thread can handle a signal."""
+
+
+@final
+class ProcessGroup:
+    """This process's membership in a group: its rank, the others', and connections to them.
+
+    Args:
+        place: how the launcher started this process.
+
+    Raises:
+        WorkerLostError: the store cannot be reached.
+        UsageError: worker 0 cannot open one, or this host does not have the network interface.
+    """
+
+    def __init__(self, place: Launched) -> None:
+        self.rank, self.size, self.restart = place.rank, place.size, place.restart
+        self.others = (*range(place.rank), *range(place.rank + 1, place.size))
+        self.leads, self._met = place.rank == LEADER, False
+        self._interface = place.interface if place.nodes > 1 else None
+        check_interface(place)
+        self._served = open_store(place) if place.opens_store and self.leads else None  # lives as long as this process
+        try:
+            store = _interruptibly(partial(connect_store, place))
+        except (RuntimeError, ValueError) as error:
+            raise unreachable(place, error) from error
+        self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
+
+    @property
+    def met(self) -> bool:
+        """Whether the control channel is connected: from then on the loss of a process is reported."""
+        return self._met
+
+    def publish(self, name: str, text: str) -> None:
+        """Store a text for the other processes.
+
+        Raises:
+            WorkerLostError: the store is gone.
+        """
+        try:
+            _interruptibly(lambda: self._store.set(name, text))
+        except RuntimeError as error:
+            raise WorkerLostError(
+                "the launcher's store",
+                got=str(error).splitlines()[0],
+                expected="a connection to it",
+                remedy="Check that the launcher still runs and can be reached from this host.",
+            ) from error
+
+    def fetch(self, name: str) -> str:
+        """Wait for a text that another process publishes under this name, and return it.
+
+        Raises:
+            WorkerLostError: it does not appear within :data:`PLAN_S`.
+        """
+        try:
+            _interruptibly(lambda: self._store.wait([name], timedelta(seconds=PLAN_S)))
+            return bytes(_interruptibly(lambda: self._store.get(name))).decode()
+        except RuntimeError as error:
+            raise WorkerLostError(
+                f"worker {self.rank} waiting for the leader's {name}",
+                got=str(error).splitlines()[0],
+                expected=f"it within {PLAN_S:g} s",
+                remedy="Check the output of worker 0.",
+            ) from error
+
+    def barrier(self, what: str) -> None:
+        """Wait until every process has called this with the same name.
+
+        Raises:
+            WorkerLostError: one does not within :data:`PLAN_S`.
+        """
+        self.publish(f"{what} {self.restart} {self.rank}", "")
+        for rank in range(self.size):
+            self.fetch(f"{what} {self.restart} {rank}")
+
+    def control_channel(
+        self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
+    ) -> ControlChannel:
+        """Connect the control channel with all processes, and return this process's end.
+
+        Args:
+            deadline_s: seconds in which all must connect.
+            on_report: called with every report.
+            on_lost: called for every lost process among those that this one depends on.
+            on_unreadable: called if this process can no longer receive.
+
+        Raises:
+            DeadlineError: not all have connected.
+        """
+        watched = self.others if self.leads else (LEADER,)
+        reports, news = (
+            _interruptibly(partial(self._endpoint, name, deadline_s, watched)) for name in ("reports", "news")
+        )
+        self._met = True
+        return ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
+
+    def _endpoint(self, name: str, deadline_s: float, partners: Sequence[int]) -> Endpoint:
+        """Open this process's end of one set of connections."""
+        return GlooEndpoint(self.rank, self.size, self._prefixed_store(name), deadline_s, self._interface, partners)
+
+    def data_endpoint(self, plan: Plan, device: Device) -> Endpoint:
+        """Open this process's endpoint for the messages between workers, on the plan's transport.
+
+        Raises:
+            DeadlineError: another process did not open its side in time.
+        """
+        frames = self._endpoint("data", plan.deadline_s, self.others)
+        if plan.transport != "nccl":
+            return frames
+        others = _neighbours(plan, self.rank)
+
+        def make(name: str, sends: bool) -> NcclLane:
+            return NcclLane(self._prefixed_store(f"lane/{name}"), sends)
+
+        place = device.lane_place()
+        try:
+            lanes = open_lanes(self.rank, others, make, place, plan.deadline_s)
+        except BaseException:  # otherwise the others would wait for this process
+            frames.abort("it could not open its lanes")
+            raise
+        return NcclEndpoint(frames, lanes, place, plan.deadline_s)
+
+    def _prefixed_store(self, name: str) -> Any:
+        return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
+
+    def where(self) -> str:
+        """The name of this process in messages."""
+        return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def _neighbours(plan: Plan, worker: int) -> list[int]:
+    """The workers with which a worker exchanges tensors."""
+    groups = [{port.worker for port in (*c.sources, *c.targets)} for c in channels_of(plan) if c.kind not in SCALARS]
+    return sorted({other for group in groups if worker in group for other in group - {worker}})
+
+
+def _interruptibly(wait: Callable[[], _T]) -> _T:
+    """Run a blocking call of torch in a thread, so that this thread can handle signals; return its result."""
+    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def main() -> None:
+        try:
+            results.put((wait(), None))
+        except Exception as error:  # raised again where it is waited for
+            results.put((None, error))
+
+    threading.Thread(target=main, name="rendezvous", daemon=True).start()
+    while True:
+        try:
+            result, error = next_item(results, TICK_S)
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # there is one or the other

@@ -1,0 +1,218 @@
+"""Runs one worker in a process that a launcher started: the leader (rank 0) or a follower.
+
+The main thread handles the signals by which a launcher ends this process, so the worker has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from functools import partial
+from typing import final
+
+from roundelay.errors import RoundelayError, WorkerLostError
+from roundelay.launching.control_channel import NEWS_S, ControlChannel
+from roundelay.launching.failure_tracker import FailureTracker, Listener
+from roundelay.launching.gc_policy import frozen_gc
+from roundelay.launching.rendezvous import TICK_S, ProcessGroup
+from roundelay.launching.threaded_workers import take_reports
+from roundelay.runtime.device import Device, make_device
+from roundelay.runtime.processes.idle_resources import give_back_idle
+from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
+from roundelay.runtime.processes.worker_messages import Report, Reporter, failure, unsendable
+from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.transport.checked_endpoint import next_item
+from roundelay.transport.endpoint import Endpoint
+
+LEAVE_S = 2.0
+"""Seconds to wait for a failed or aborted worker to close its connections; it reports its end before."""
+
+_LEADER_TELLS = "the run has failed; worker 0 tells why"
+_ENDED = "it was ended"
+
+
+@final
+class _WorkerThread:
+    """Runs this process's worker in a thread, which first connects it with the others.
+
+    Args:
+        task: the run.
+        party: the group of processes.
+        wrap: applied to the worker's endpoint.
+        report: called with every report of the worker, its end included.
+        device: where it computes.
+    """
+
+    def __init__(self, task: Task, party: ProcessGroup, wrap: Wrap, report: Reporter, device: Device) -> None:
+        self._task, self._party, self._wrap, self._report, self._device = task, party, wrap, report, device
+        self._lock = threading.Lock()
+        self._until_s = math.inf
+        self._endpoint: Endpoint | None = None
+        self._ended = ""  # reason of an abort
+        self._thread = threading.Thread(target=self._main, name=f"worker {party.rank}", daemon=True)
+        self._thread.start()
+
+    def abort(self, reason: str) -> None:
+        """Abort the worker's connections, now or as soon as they are open."""
+        with self._lock:
+            self._ended = self._ended or reason
+            endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.abort(reason)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the worker has ended: gloo threads that run during interpreter shutdown abort the process.
+
+        A second call, after the first was interrupted, does not extend the first one's deadline.
+        """
+        now = time.monotonic()
+        self._until_s = min(self._until_s, now + seconds)
+        self._thread.join(max(0.0, self._until_s - now))
+
+    def _main(self) -> None:
+        rank = self._party.rank
+        try:
+            endpoint = self._wrap(self._party.data_endpoint(self._task.plan, self._device))
+        except RoundelayError as error:
+            self._report(failure(rank, error))
+            return
+        except Exception as error:  # otherwise the worker would end without a report
+            self._report(failure(rank, unexpected(f"worker {rank}", error)))
+            return
+        with self._lock:
+            self._endpoint, ended = endpoint, self._ended
+        if ended:
+            endpoint.abort(ended)
+        work(self._task, rank, endpoint, self._report, self._device)
+
+
+def _device_of(task: Task, party: ProcessGroup) -> Device:
+    return make_device(task.plan.workers[party.rank].device, party.rank)
+
+
+def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
+    """Run worker 0 in this process and take all reports; see :func:`roundelay.launching.launch.run`."""
+    reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    tracker = FailureTracker(party.size, listen)
+    device = _device_of(task, party)  # before connecting: else the others would report a lost worker
+
+    def failed(rank: int, error: RoundelayError) -> None:
+        reports.put(failure(rank, error))
+
+    channel = party.control_channel(task.plan.deadline_s, reports.put, failed, partial(failed, party.rank))
+    worker = _WorkerThread(task, party, wrap, reports.put, device)
+    causes: list[Report] = []
+    try:
+        try:
+            _take_reports(reports, tracker, party.rank)
+        except KeyboardInterrupt:
+            time.sleep(NEWS_S)
+            _drain(reports, tracker)
+            raise
+        finally:
+            causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
+            succeeded = not tracker.failures and len(tracker.ended) == task.plan.num_workers
+            _leave(channel, worker, task.plan.deadline_s if succeeded else None)
+    except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
+        _leave(channel, worker, None)  # the interrupt may have cut the first call short
+        if not causes:
+            raise
+        tracker.failures[:] = causes
+    _drain(reports, tracker)
+    tracker.raise_failure()
+
+
+def _take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker, rank: int) -> None:
+    """Take reports until the run is over; unexpected exceptions become RoundelayErrors."""
+    try:
+        take_reports(reports, tracker)
+    except RoundelayError:
+        raise
+    except MemoryError as error:
+        raise out_of_memory(f"worker {rank}", error) from error
+    except Exception as error:
+        raise unexpected(f"worker {rank}", error) from error
+
+
+def _leave(channel: ControlChannel, worker: _WorkerThread, patience_s: float | None) -> None:
+    """End the worker and the control channel: in good order within ``patience_s``, or at once if that is None."""
+    if patience_s is None:
+        worker.abort("the run was ended")
+        channel.end(_LEADER_TELLS)
+        worker.join(LEAVE_S)
+    else:
+        worker.join(patience_s)
+        channel.end(None)
+
+
+def _drain(reports: queue.SimpleQueue[Report], tracker: FailureTracker) -> None:
+    while not reports.empty():
+        tracker.add_failure(reports.get())
+
+
+def _pass_on(report: Report, channel: ControlChannel) -> tuple[bool, bool]:
+    """Send a report, or a failure if it cannot be sent; return (is it the last, is it no failure)."""
+    try:
+        kind = channel.send(report)
+    except WorkerLostError:
+        raise
+    except Exception as error:
+        kind = channel.send(unsendable(report, error))
+    return kind in ("finished", "failed"), kind != "failed"
+
+
+def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
+    """Run a worker other than 0 in this process and return whether it succeeded; the leader reports failures.
+
+    Raises:
+        WorkerLostError: the leader is gone without having reported a failure.
+    """
+    outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    lost: list[RoundelayError] = []
+    gone = threading.Event()
+    device = _device_of(task, party)
+    give_back_idle()
+
+    def on_lost(rank: int, error: RoundelayError) -> None:
+        lost.append(error)
+        gone.set()
+
+    def on_unreadable(error: RoundelayError) -> None:
+        outgoing.put(failure(party.rank, error))
+
+    channel = party.control_channel(task.plan.deadline_s, lambda report: None, on_lost, on_unreadable)
+    worker = _WorkerThread(task, party, wrap, outgoing.put, device)
+    ended, succeeded = False, True
+
+    def leave(hasty: bool = False) -> None:
+        good = ended and succeeded and not lost and not hasty
+        if not good:
+            worker.abort("the leader is gone" if lost else _ENDED)
+        worker.join(task.plan.deadline_s if good else LEAVE_S)
+        if not succeeded:  # the loss of the leader may be the cause
+            gone.wait(NEWS_S)
+        channel.end(None if ended and not hasty else _ENDED)
+
+    try:
+        try:
+            with frozen_gc():
+                while not ended and not lost:
+                    try:
+                        report = next_item(outgoing, TICK_S)
+                    except queue.Empty:
+                        continue
+                    ended, succeeded = _pass_on(report, channel)
+        except KeyboardInterrupt:
+            time.sleep(NEWS_S)
+            raise
+        finally:
+            leave()
+    except KeyboardInterrupt:  # a launcher that has lost the leader ends the others: the loss is the cause to report
+        leave(hasty=True)  # the interrupt may have cut the first call short
+        if not lost:
+            raise
+    if lost and lost[0].got != _LEADER_TELLS:
+        raise lost[0]
+    return succeeded and not lost

@@ -1,0 +1,186 @@
+"""Judges choices before the model is known: names, numbers, and what can be combined. No torch is needed.
+
+A draft of the plan is made of the choices, and validated as plans are; what only the model decides is left open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from roundelay.errors import PlanError, UsageError, did_you_mean
+from roundelay.ir.clip import Clip
+from roundelay.ir.num_bytes import parse_bytes
+from roundelay.ir.plan import REPLICAS, Plan, StagePlan, WorkerPlan
+from roundelay.ir.rule import rule_named
+from roundelay.lower.device_names import check_number, listed_devices
+from roundelay.lower.validate_plan import (
+    CPU,
+    LONGEST_S,
+    check_deadline,
+    check_devices,
+    check_num_threads,
+    check_settings,
+)
+from roundelay.planner.draft_plan import TENSOR, check_kinds, default_rule, draft_plan, parse_names
+from roundelay.planner.given_layout import in_layout, owners_of
+from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for
+
+FULL, QUICK, OFF = CHECKS = ("full", "quick", "off")
+"""Checks before a training: see :mod:`roundelay.proof.fidelity_precheck`."""
+
+_ANY_RULE = ("transport", "precision", "loss_scale", "ema", "micro_batches", "devices", "deadline_s")
+"""Choices that can be judged without the rule."""
+
+_ALONE = (
+    "workers",
+    "layout",
+    "data_parallel",
+    "tensor_parallel",
+    "micro_batches",
+    "threads",
+    "precision",
+    "clip",
+    "ema",
+    "transport",
+    "deadline_s",
+    "memory_limit",
+)
+"""Choices that can be judged without any other."""
+
+_UNKNOWN = dict.fromkeys(
+    ("forward_s", "backward_s", "weights_s", "update_s", "parameter_bytes", "tape_bytes", "owed_bytes"), 0
+)
+
+
+def check_given(given: Mapping[str, Any], *, rule_known: bool = True) -> None:
+    """Check everything about choices that does not depend on the model.
+
+    Args:
+        given: choices as for :func:`roundelay.plan`, ``workers`` and ``rule`` among them; None means not given.
+        rule_known: False where the rule is still to be registered; then only what suits any rule is checked.
+
+    Raises:
+        PlanError: a name is unknown, a number impossible, or two choices cannot be combined.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    check_kinds(given)
+    given.setdefault("deadline_s", LONGEST_S)
+    check_deadline(given["deadline_s"])
+    check_num_workers(given.get("workers"))
+    check_num_threads("--threads", given.get("threads", 1))
+    if "memory_limit" in given:
+        parse_bytes(given["memory_limit"], "--memory-limit")
+    Clip.parse(given.get("clip", "none"))
+    laid = in_layout(given)
+    replicas_of(laid), parts_of(laid), zero_of(laid)
+    if not rule_known:
+        laid = {name: value for name, value in laid.items() if name in _ANY_RULE}
+        given = {name: value for name, value in given.items() if name in _ANY_RULE}
+    _check_draft(given, laid)
+
+
+def check_each(given: Mapping[str, Any]) -> None:
+    """Check each choice by itself, where a plan that is not read yet says what the others are.
+
+    Raises:
+        PlanError: a name is unknown, or a number impossible.
+    """
+    check_kinds({name: value for name, value in given.items() if value is not None})
+    for name in _ALONE:
+        if given.get(name) is not None:
+            check_given({name: given[name]}, rule_known=False)
+
+
+def check_num_workers(workers: int | None) -> None:
+    """Refuse a number of workers below one; None is accepted.
+
+    Raises:
+        PlanError: it is zero or negative.
+    """
+    if workers is not None and workers < 1:
+        raise PlanError("workers", got=str(workers), expected="at least 1", remedy="Give --workers 1 or more.")
+
+
+def check_length(steps: int | None, epochs: int | None) -> None:
+    """Refuse a number of updates or epochs below one; None is accepted.
+
+    Raises:
+        UsageError: one of them is zero or negative.
+    """
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}", got=str(value), expected="at least 1", remedy=f"Give a positive --{name}.")
+
+
+def validate_check(option: str | None) -> None:
+    """Refuse an unknown check.
+
+    Raises:
+        UsageError: the check is unknown.
+    """
+    if option is not None and option not in CHECKS:
+        raise UsageError(
+            "--check",
+            got=repr(option),
+            expected=f"one of {', '.join(CHECKS)}",
+            remedy=did_you_mean(option, CHECKS) + "Choose one of these.",
+        )
+
+
+def _check_draft(given: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
+    """Validate the draft of a plan.
+
+    Args:
+        given: the choices.
+        laid: the same in their layout.
+    """
+    layout = laid.get("layout", PIPELINE)
+    rule = rule_named(given.get("rule", default_rule(layout)))
+    num_stages = _num_stages(given)
+    draft = draft_plan("", rule.name, given.get("workers", 1), laid)
+    draft = replace(
+        _with_holders(draft, laid),
+        recompute=parse_names(given.get("recompute", ())),
+        stages=(StagePlan(workers=(), segments=(), **_UNKNOWN),) * num_stages,
+    )
+    check_settings(draft)
+    if (devices := given.get("devices")) is not None:
+        names = listed_devices(devices)
+        schedule = schedule_for(rule, layout, num_stages=num_stages)
+        if names and (size := _num_workers(draft, schedule)):
+            check_number(names, size, devices)
+        names = names or (CPU if devices == CPU else f"{devices}:0",)
+        check_devices(
+            replace(
+                draft, workers=tuple(WorkerPlan(name=f"w{k}", device=one, threads=1) for k, one in enumerate(names))
+            )
+        )
+
+
+def _num_stages(given: Mapping[str, Any]) -> int:
+    """How many stages the plan is asked to have; 0 if the model has a say in it."""
+    if given.get("layout", PIPELINE) != PIPELINE:
+        return int(given.get("stages", 0))
+    each = schedule_for(rule_named(given.get("rule", default_rule(PIPELINE)))).stages_per_worker
+    return int(given.get("workers", 0)) * max(1, each)
+
+
+def _with_holders(draft: Plan, laid: Mapping[str, Any]) -> Plan:
+    """The draft with its mesh, and with some split state where optimizer states are split."""
+    own, parts = signatures_of(laid), parts_of(laid)
+    if own is not None:
+        draft = replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
+    elif parts > 1:
+        draft = replace(draft, mesh={TENSOR: parts})
+    return replace(draft, states={"": ((REPLICAS, "S(0)"),)}) if zero_of(laid) else draft
+
+
+def _num_workers(draft: Plan, schedule: Schedule) -> int:
+    """How many workers the plan will have; 0 if that depends on an unknown number of stages."""
+    form = LAYOUTS.get(draft.layout)
+    num_stages = draft.num_stages or int(form is not None and not form.deals)
+    sizes = draft.replicas, draft.mesh_size, draft.micro_batches
+    return owners_of(schedule, draft.layout, num_stages, sizes)[1] if num_stages else 0

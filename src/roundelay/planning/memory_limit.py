@@ -1,0 +1,67 @@
+"""Refuses a plan whose workers would hold more than a number of bytes, before anything is trained.
+
+Elsewhere a device that is too small is found while training, or stands still with what two branches hold (OneFlow,
+Sect. 2.3, Fig. 2). Here all that workers will hold is known from the plan: see :mod:`roundelay.planner.memory_model`.
+"""
+
+from __future__ import annotations
+
+from roundelay.errors import PlanError
+from roundelay.frontend import Captured
+from roundelay.ir.num_bytes import bytes_text, parse_bytes
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.lower.partition import partition
+from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
+from roundelay.planning.compile_stages import for_plan
+from roundelay.planning.memory_report import optimizer_bytes
+from roundelay.schedules import PIPELINE
+
+_REMEDY = (
+    "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a "
+    "rule that holds fewer versions."
+)
+_REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
+
+
+def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:
+    """Check that no worker is predicted to hold more than a limit.
+
+    Args:
+        job: whose optimizer is used.
+        captured: its model, on no mesh.
+        plan: a plan that fits it.
+        limit: bytes of each worker, such as ``8GiB``.
+
+    Raises:
+        PlanError: naming the worker that holds most, and what; or the optimizer's state is not known.
+    """
+    most = parse_bytes(limit, "--memory-limit")
+    lowered = for_plan(captured, plan)
+    stages = partition(lowered.graph, [stage.segments for stage in plan.stages], plan.recompute)
+    of_optimizer = optimizer_bytes(job, lowered, stages, plan)
+    if of_optimizer is None:
+        raise PlanError(
+            "--memory-limit",
+            got="an optimizer whose state is not known before its first step",
+            expected="one that can step on tensors without memory, as those of torch.optim can",
+            remedy="Leave --memory-limit out; `summary.json` of a run says what was held.",
+        )
+    estimates = estimate_memory(plan, of_optimizer)
+    worker, largest = max(enumerate(estimates), key=lambda pair: pair[1].total)
+    if largest.total > most:
+        raise PlanError(
+            f"memory of worker {worker}, which runs " + _stages(plan, worker),
+            got=f"{bytes_text(largest.total)} ({_items(largest)})",
+            expected=f"at most {bytes_text(most)}, by --memory-limit",
+            remedy=_REMEDY if plan.layout == PIPELINE else _REMEDY_IN_LAYOUTS,
+        )
+
+
+def _stages(plan: Plan, worker: int) -> str:
+    own = plan.stages_of(worker)
+    return f"stage {own[0]}" if len(own) == 1 else "stages " + " and ".join(map(str, own))
+
+
+def _items(estimate: MemoryEstimate) -> str:
+    return ", ".join(f"{name} {bytes_text(count)}" for name, count in estimate.items().items() if count)

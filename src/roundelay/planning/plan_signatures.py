@@ -1,0 +1,195 @@
+"""Apply a plan's mesh to a model: the signatures that it gives to parameters, and all that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from roundelay.errors import PlanError
+from roundelay.frontend import Captured
+from roundelay.frontend.mesh.written_out_softmax import written_out
+from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
+from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
+from roundelay.ir.graph import Graph
+from roundelay.ir.op_form import OpForm
+from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.sbp import B, Signature, Split, parse
+from roundelay.lower.boxed_graph import boxed_graph
+from roundelay.lower.megatron import megatron
+from roundelay.lower.signatures import deduce
+from roundelay.lower.validate_mesh import check_mesh
+
+
+def on_mesh(captured: Captured, plan: Plan) -> Captured:
+    """The model on the workers of a plan's mesh, with its boxings in the graph; itself without a mesh.
+
+    Raises:
+        PlanError: a signature or a pattern does not fit, or a boxing has no place.
+    """
+    check_mesh(plan)
+    states = states_of(plan, captured.graph)
+    if plan.mesh_size == 1:
+        signatures_of(plan, captured.graph)
+        outputs_of(plan, captured.graph)
+        return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
+    given, outputs, parts = signatures_of(plan, captured.graph), outputs_of(plan, captured.graph), plan.mesh_size
+    for name, signature in given.items():
+        _check_signature(captured.graph, name, signature, parts)
+    own, deduction = _deduced(captured, given, outputs, parts)
+    if split := [name for name, op in own.items() if _is_split_softmax(op.form, deduction)]:
+        rewritten = captured.rewritten(written_out(captured.builder.exported, split))
+        own, deduction = _deduced(rewritten, given, outputs, parts)
+    else:
+        rewritten = captured
+    places = parameter_places(rewritten.builder.exported)
+    boxed = with_local_sizes(boxed_graph(rewritten.graph, deduction), deduction, places, parts)
+    forms = {name: op.form for name, op in own.items()}
+    made = rewritten.on(boxed, sharded(rewritten.builder, boxed, forms, deduction, parts))
+    return replace(made, states=states, whole=captured)
+
+
+def _deduced(
+    captured: Captured, given: Mapping[str, Signature], outputs: Mapping[str, Wanted], parts: int
+) -> tuple[dict[str, ShardedOp], Deduction]:
+    """The operations of a model, by name, and the signatures that follow from those of parameters and results."""
+    exported, graph = captured.builder.exported, captured.graph
+    places, ops = parameter_places(exported), sharded_ops(exported, graph)
+    weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
+    sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
+    seeds = {places[name]: signature for name, signature in given.items()}
+    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights, outputs)
+    return {op.name: op for op in ops}, deduction
+
+
+def _is_split_softmax(form: OpForm, deduction: Deduction) -> bool:
+    """Whether an operation runs over a dimension that is split, so that all of it would have to be gathered."""
+    if form.over is None:
+        return False
+    name, dim = form.over
+    own = deduction.values.get(name)
+    return isinstance(own, Split) and own.dim == dim
+
+
+def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
+    """Megatron-LM's signatures of parameters, by name or pattern (:func:`roundelay.lower.megatron.megatron`).
+
+    Raises:
+        PlanError: nothing in the model can be split so.
+    """
+    exported, graph = captured.builder.exported, captured.graph
+    places = parameter_places(exported)
+    shapes = {place: graph.parameters[name].shape for name, place in places.items()}
+    found = megatron(sharded_ops(exported, graph), shapes, parts)
+    if not found:
+        raise PlanError(
+            f"--tensor-parallel {parts}",
+            got="a model without two matrix products, one after the other, that can be split into so many parts",
+            expected="linear, activation, linear, or an attention, whose columns and heads can be divided",
+            remedy="Give --data-parallel, or say in the plan's `parameters` what is to be split.",
+        )
+    names = {place: name for name, place in places.items()}
+    return with_patterns({names[place]: signature for place, signature in found.items()}, list(graph.parameters))
+
+
+def with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
+    """Signatures by pattern, with ``*`` in place of numbers, where all that match a pattern have the same one."""
+    result: dict[str, Signature] = {}
+    for name, signature in found.items():
+        pattern = ".".join("*" if step.isdecimal() else step for step in name.split("."))
+        alike = all(found.get(other) == signature for other in every if fnmatchcase(other, pattern))
+        result[pattern if alike else name] = signature
+    return result
+
+
+def signatures_of(plan: Plan, graph: Graph) -> dict[str, Signature]:
+    """The signature of each parameter that a plan names.
+
+    Raises:
+        PlanError: a pattern matches no parameter, an axis is not the mesh's or is named twice, a signature is unknown.
+    """
+    return _matched("parameters", plan.parameters, graph, tuple(plan.mesh))
+
+
+def outputs_of(plan: Plan, graph: Graph) -> dict[str, Wanted]:
+    """What a plan wants of the results of operations, by name; that of a module is its last operation's.
+
+    Raises:
+        PlanError: as :func:`signatures_of`.
+    """
+    last: dict[str, str] = {}  # by module, or operation
+    for op in graph.ops:
+        steps = op.module.split(".") if op.module else []
+        last |= {".".join(steps[: i + 1]): op.name for i in range(len(steps))} | {op.name: op.name}
+    found: dict[str, Wanted] = {}
+    for pattern in sorted(plan.outputs, key=len):
+        names = _named("outputs", pattern, list(last), "module or operation")
+        for text in _texts("outputs", plan.outputs, pattern, tuple(plan.mesh)):
+            found |= {last[name]: Wanted(parse(text), name == pattern) for name in names}
+    return found
+
+
+def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
+    """How the optimizer's states of the parameters that a plan names are split over its replicas.
+
+    Raises:
+        PlanError: as :func:`signatures_of`; or a signature is no split into as many parts as there are replicas.
+    """
+    found = _matched("states", plan.states, graph, (REPLICAS,) if plan.replicas > 1 else ())
+    for name, signature in found.items():
+        _check_signature(graph, name, signature, plan.replicas)
+    return {name: signature for name, signature in found.items() if isinstance(signature, Split)}
+
+
+def _matched(
+    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], graph: Graph, axes: tuple[str, ...]
+) -> dict[str, Signature]:
+    """The signature of each parameter that a table of a plan names."""
+    found: dict[str, Signature] = {}
+    for pattern in sorted(patterns, key=len):  # a longer one replaces what a shorter one has said
+        names = _named(title, pattern, list(graph.parameters), "parameter")
+        for text in _texts(title, patterns, pattern, axes):
+            found |= dict.fromkeys(names, parse(text))
+    return found
+
+
+def _named(title: str, pattern: str, every: Sequence[str], kind: str) -> list[str]:
+    names = [name for name in every if name == pattern or fnmatchcase(name, pattern)]
+    if not names:
+        raise PlanError(
+            f"{title} of the plan: {pattern!r}",
+            got=f"no {kind} of this name or pattern",
+            expected=f"one of the model's, such as {', '.join(every[:3])}",
+            remedy="Correct the plan.",
+        )
+    return names
+
+
+def _texts(
+    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], pattern: str, axes: tuple[str, ...]
+) -> list[str]:
+    """The signatures that a pattern gives."""
+    named = [axis for axis, _ in patterns[pattern]]
+    if len(set(named)) < len(named) or not set(named) <= set(axes):
+        raise PlanError(
+            f"{title} of the plan: {pattern!r}",
+            got="the axes " + ", ".join(named),
+            expected="each at most once, of the mesh: " + (", ".join(axes) or "none"),
+            remedy="Correct the plan.",
+        )
+    return [text for _, text in patterns[pattern]]
+
+
+def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:
+    parameter = graph.parameters[name]
+    fits = signature == B
+    if isinstance(signature, Split) and signature.dim < len(parameter.shape):
+        size = parameter.shape[signature.dim]
+        fits = signature.fits(size) and signature.count(size) >= parts
+    if not fits:
+        raise PlanError(
+            f"the signature of parameter {name!r}",
+            got=f"{signature} over {parts} workers",
+            expected=f"B, or a split of one of its dimensions, of sizes {parameter.shape}, into {parts} parts or more",
+            remedy="Correct `parameters` of the plan.",
+        )

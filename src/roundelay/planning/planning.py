@@ -1,0 +1,326 @@
+"""Capture a job, and plan it."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from roundelay import simulator
+from roundelay.errors import PlanError, PlanWarning, UsageError
+from roundelay.frontend import Captured
+from roundelay.frontend import capture as capture_model
+from roundelay.frontend.batch import Batch
+from roundelay.frontend.model_call import train as train_mode
+from roundelay.guards.lr_schedule_check import check_reproducible
+from roundelay.guards.statelessness import (
+    check_metrics,
+    check_sharing,
+    check_stateless,
+    preserving_state,
+    refusing_calls,
+)
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan, StagePlan
+from roundelay.ir.stage import Partition
+from roundelay.job import Job
+from roundelay.lower.partition import partition
+from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
+from roundelay.lower.verify_schedule import programs_of
+from roundelay.planner.draft_plan import default_rule
+from roundelay.planner.given_layout import in_layout
+from roundelay.planner.prove_plan import prove
+from roundelay.planning.check_here import check_here, refuse_launched
+from roundelay.planning.cuts import MEASURED, CutRequest, cut_by_names
+from roundelay.planning.default_choices import workers_are_open
+from roundelay.planning.job_file import GivenJob, given_job
+from roundelay.planning.make_plan import Planned, PlanRequest, drafted, measured_plan, plan_one_or_two_workers
+from roundelay.planning.num_micro_batches import check_counts
+from roundelay.planning.plan_exchanges import check_exchanges, plan_exchanges
+from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.torch_scope import on_all_threads, without_dumps
+from roundelay.planning.validate_job import check_evaluated, check_inputs, check_job
+from roundelay.planning.weights_file import check_filled, fill
+from roundelay.runtime.loading.loader_probe import DEADLINE_S, first_batch
+from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
+from roundelay.schedules import PIPELINE
+
+CHOICES = (
+    "layout",
+    "stages",
+    "data_parallel",
+    "tensor_parallel",
+    "signatures",
+    "zero",
+    "micro_batches",
+    "predictor",
+    "backward",
+    "recompute",
+    "compile",
+    "precision",
+    "loss_scale",
+    "clip",
+    "ema",
+    "deterministic",
+    "transport",
+    "deadline_s",
+    "devices",
+    "threads",
+    "memory_limit",
+)
+
+
+def capture(job: GivenJob, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
+    """Capture a job's model and loss, called on the job's first batch.
+
+    Args:
+        job: the job.
+        seed: of the data.
+        deadline_s: seconds to wait for the batch.
+        tell: called when waiting takes long.
+
+    Raises:
+        CaptureError: the model cannot be exported.
+        JobError: data, loss, optimizer or scheduler cannot be used.
+        DeadlineError: the batch did not come in time.
+    """
+    job = given_job(job, seed)
+    check_job(job)
+    check_deadline(deadline_s)
+    if job.weights is not None:
+        fill(job.model, Path(job.weights))
+    check_filled(job.model)
+    with on_all_threads():
+        with refusing_calls(job.model):
+            sample = first_batch(job.loader, seed, deadline_s, tell)
+        train_mode(job.model)
+        with preserving_state(job):
+            return _captured(job, sample)
+
+
+def _captured(job: Job, sample: Batch) -> Captured:
+    with preserving_state(job):
+        check_inputs(job, sample)
+    with without_dumps():
+        captured = capture_model(job.model, job.loss, sample, job.inputs)
+    captured = replace(captured, metric_state=check_stateless(job, captured, sample))
+    check_sharing(job, captured)
+    check_counts(captured, sample)
+    if check_reproducible(job).waits:
+        check_evaluated(job)
+    return captured
+
+
+def plan(
+    job: GivenJob,
+    *,
+    workers: int | None = None,
+    rule: str | None = None,
+    seed: int = 0,
+    captured: Captured | None = None,
+    cuts: CutRequest | None = None,
+    **choices: Any,
+) -> Plan:
+    """Plan a job: choose everything that is not given, measure the stages, and prove the resulting plan.
+
+    Args:
+        job: the job.
+        workers: D, of each replica; each gets one stage, or two with a rule such as ``zb-v``. By default one per GPU;
+            on the CPU one with all threads or two with half of them each, whichever is faster.
+        rule: update rule; by default ``1f1b``, which trains as plain PyTorch does, or ``cdp-v2`` in a layout.
+        seed: of the sample batch.
+        captured: the job's model if it has been captured already.
+        cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
+            (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
+            each stage of those that end its segments.
+        choices: ``layout`` (``pipeline``, ``single``, ``dp``, ``mp`` or ``zero``), ``stages`` (of the latter),
+            ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
+            :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
+            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
+            ``transport``, ``deadline_s``, ``devices``, ``threads`` (intra-op threads of each worker), ``memory_limit``
+            (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
+
+    Raises:
+        CaptureError: the model cannot be captured, or cannot be cut into so many stages.
+        PlanError: the choices cannot be combined.
+        DeadlineError: a batch did not come within ``deadline_s``.
+    """
+    check_choices(plan, choices)
+    check_here({"workers": workers, "rule": rule, **{name: v for name, v in choices.items() if v is not None}})
+    made = given_job(job, seed)
+    planned = plan_with_reasons(made, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
+    return with_warnings(planned, stacklevel=3).plan
+
+
+def captured_and_planned(
+    function: Callable[..., Any], job: GivenJob, plan: Plan | None, seed: int, choices: Mapping[str, Any]
+) -> tuple[Job, Captured, Planned]:
+    """Return the job, captured, and the plan passed to a function, or one made from the choices passed to it.
+
+    Args:
+        function: the function, to name it in errors.
+        job: the job, as it is given; it is made after the choices are checked.
+        plan: the plan, or None.
+        seed: of the data.
+        choices: as for :func:`plan`, including ``workers``, ``rule`` and ``cuts``; None means not given.
+
+    Raises:
+        TypeError: a choice is unknown.
+        UsageError: both a plan and a choice were given.
+    """
+    check_choices(function, choices, ("workers", "rule", "cuts", *CHOICES))
+    given = {name: value for name, value in choices.items() if value is not None}
+    if plan is None:
+        check_here(given)
+    refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
+    if plan is None:
+        made = given_job(job, seed)
+        captured = capture(made, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
+        return (
+            made,
+            captured,
+            with_warnings(plan_with_reasons(made, captured=captured, seed=seed, **given), stacklevel=4),
+        )
+    if given:
+        names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UsageError(
+            f"plan together with {names} in roundelay.{function.__name__}",
+            got=f"a plan, and {call}",
+            expected="one of them: a plan contains all choices",
+            remedy=f"Leave {names} out, or leave the plan out, or make the plan by roundelay.plan(job, {call}).",
+        )
+    made = given_job(job, seed)
+    return made, capture(made, seed=seed, deadline_s=plan.deadline_s), Planned(plan)
+
+
+def with_warnings(planned: Planned, stacklevel: int) -> Planned:
+    """The same; a :class:`PlanWarning` tells the caller where it trains something else than whole batches.
+
+    Args:
+        planned: the plan and what to say of it.
+        stacklevel: of the caller; as in :func:`warnings.warn`.
+    """
+    for text in planned.warnings:
+        warnings.warn(text.removeprefix("warning: "), PlanWarning, stacklevel=stacklevel)
+    return planned
+
+
+def plan_with_reasons(
+    job: Job,
+    *,
+    workers: int | None = None,
+    rule: str | None = None,
+    seed: int = 0,
+    captured: Captured | None = None,
+    cuts: CutRequest | None = None,
+    tell: OnWait = ignore_wait,
+    **choices: Any,
+) -> Planned:
+    """As :func:`plan`, with the reasons for its choices; ``tell`` is called when waiting for the loader takes long."""
+    check_choices(plan, choices)
+    given = {name: value for name, value in choices.items() if value is not None}
+    check_here(given | {"workers": workers, "rule": rule})
+    if job.ema is not None:
+        given.setdefault("ema", job.ema)
+    deadline_s = given.setdefault("deadline_s", DEADLINE_S)
+    rule = rule or default_rule(given.get("layout", PIPELINE))
+    captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
+    cuts = MEASURED if cuts is None else cuts
+    given_cut = cut_by_names(captured.graph, cuts)
+    if workers is not None:
+        given["workers"] = workers
+    request = PlanRequest(job, captured, rule, seed, cuts, given_cut, tell, in_layout(given), given)
+    if not workers_are_open(rule, given if given_cut is None else given | {"cuts": cuts}):
+        return measured_plan(request, drafted(request, workers))
+    return plan_one_or_two_workers(request)
+
+
+def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
+    """Refuse an unknown keyword argument of a function that takes ``**choices``.
+
+    Raises:
+        TypeError: naming it, and similar ones that are known.
+    """
+    for name in choices:
+        if name not in known:
+            own = [one.name for one in signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+            names = list(dict.fromkeys([*own, *known]))
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows {', '.join(names)}"
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def fitted(captured: Captured, plan: Plan) -> Partition:
+    """Check a plan against the captured model, prove it, and return its stages.
+
+    Raises:
+        PlanError: it does not fit the model, or cannot be executed.
+    """
+    check_plan(plan)
+    ours = plan.model == captured.graph.fingerprint  # cuts of another model mean nothing in this one
+    ends = [stage.segments for stage in plan.stages]
+    stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
+    check_fit(plan, captured.graph.fingerprint, stages)
+    check_exchanges(captured, stages, plan)
+    check_metrics(captured, plan)
+    prove(plan)
+    return stages
+
+
+def without_mesh(captured: Captured, plan: Plan) -> Plan:
+    """The plan with each stage of a replica on one worker, cut at the same places.
+
+    Args:
+        captured: the model, on no mesh.
+        plan: any.
+    """
+    boxed, known, size = on_mesh(captured, plan).graph, {op.name for op in captured.graph.ops}, plan.mesh_size
+    before: dict[str, str] = {}  # the last operation of the model up to each one
+    for op in boxed.ops:
+        before[op.name] = op.name if op.name in known else next(reversed(before.values()))
+    stages: list[StagePlan] = []
+    for stage in plan.stages:  # a boxing at its beginning is none of its segments
+        past = stages[-1].segments[-1:] if stages else ()
+        ends = tuple([end for end in dict.fromkeys(before.get(n, n) for n in stage.segments) if end not in past])
+        stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
+    named = {name for stage in stages for name in stage.workers}
+    workers = tuple(worker for worker in plan.workers if worker.name in named)
+    result = replace(plan, mesh={}, parameters={}, outputs={}, states={}, stages=tuple(stages), workers=workers)
+    cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
+    unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
+    return replace(result, exchanges=plan_exchanges(captured, cut_up, result, unused))
+
+
+def read_plan(path: Path, remedy: str = "Write one with `roundelay plan JOB.py -o plan.toml`.") -> Plan:
+    """Read a plan from a file.
+
+    Args:
+        path: the file.
+        remedy: what to do if it cannot be read.
+
+    Raises:
+        PlanError: it cannot be read, or is not a plan.
+    """
+    try:
+        return Plan.parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"plan file {path}",
+            got=str(error),
+            expected="a plan as `roundelay plan` writes it",
+            remedy=remedy,
+        ) from error
+
+
+def simulate(plan: Plan, *, batches: int = 8) -> simulator.Simulation:
+    """Simulate ``batches`` full batches.
+
+    Raises:
+        PlanError: the plan cannot be executed.
+    """
+    prove(plan)
+    return simulator.simulate(plan, programs_of(plan), stream([plan.micro_batches] * batches))

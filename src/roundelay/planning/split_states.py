@@ -1,0 +1,50 @@
+"""ZeRO-1's choice: which optimizer states are split over the replicas, and which are left whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundelay.errors import PlanError, listed
+from roundelay.frontend import Captured
+from roundelay.guards.split_optimizer_check import needs_whole
+from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.sbp import Split
+from roundelay.job import Job
+from roundelay.planning.plan_signatures import with_patterns
+
+
+def split_states(job: Job, captured: Captured, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with the states split that can be, by ``--zero 1``, and what to say of those that are left whole.
+
+    Raises:
+        PlanError: the optimizer may look at the whole of every parameter.
+    """
+    dims = _longest_dimensions(captured, plan.replicas)
+    whole = needs_whole(job, list(captured.model.named_parameters()), {n: split.dim for n, split in dims.items()})
+    why = next(iter(whole.values()), "")
+    if whole and len(whole) == len(dims):
+        raise PlanError(
+            "--zero 1",
+            got=f"an optimizer with {why}",
+            expected="one that treats each element of a parameter alone, as SGD and Adam do: a replica updates a part",
+            remedy="Leave --zero out, or take such an optimizer.",
+        )
+    split = {name: one for name, one in dims.items() if name not in whole}
+    patterns = with_patterns(split, list(captured.graph.parameters))
+    states = {name: ((REPLICAS, str(signature)),) for name, signature in patterns.items()}
+    notice = f"Optimizer states left whole: {listed(list(whole))}: {why}"
+    return replace(plan, states=states), ((notice,) if whole else ())
+
+
+def _longest_dimensions(captured: Captured, replicas: int) -> dict[str, Split]:
+    """A split of every parameter's state over replicas, by name: of its longest dimension.
+
+    Left out are dimensions that the mesh splits, and parameters without one that is as long as there are replicas.
+    """
+    found: dict[str, Split] = {}
+    for name, parameter in captured.graph.parameters.items():
+        taken = captured.sharding.parameters.get(name) if captured.sharding is not None else None
+        dims = [d for d, size in enumerate(parameter.shape) if size >= replicas and (taken is None or d != taken.dim)]
+        if dims and parameter.trainable:
+            found[name] = Split(max(dims, key=lambda dim: parameter.shape[dim]))
+    return found

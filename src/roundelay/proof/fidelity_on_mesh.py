@@ -1,0 +1,115 @@
+"""Compares a model on a mesh with the same model without it, on one micro-batch: loss, gradients and buffers.
+
+Parts of sums are added in another order on a mesh, so the last bits differ. What is compared is whether each gradient
+is the same up to rounding: :data:`RELATIVE` of its own size, and of the size of all gradients where that is larger than
+its own, as a gradient that cancels out (that of an attention's key bias) is nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roundelay.frontend import Captured, RngKey
+from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.stages.precision import FULL
+from roundelay.frontend.stages.retarget_device import CPU
+from roundelay.ir.graph import LOSS
+from roundelay.ir.plan import Plan
+from roundelay.ir.stage import StageSpec
+from roundelay.lower.boxed_graph import segment_ends
+from roundelay.lower.partition import partition
+from roundelay.planning.compile_stages import for_plan
+from roundelay.planning.plan_signatures import on_mesh
+from roundelay.reference import ReferenceStage
+from roundelay.reference.mesh import Each, backward, forward, local, whole_gradients
+
+RELATIVE = {torch.float64: 1e-6, torch.float32: 2e-4}
+"""Largest relative difference of what is computed in full precision, by dtype; :data:`COARSE` for all else. Norms of
+double models may compute in float32."""
+
+COARSE = 0.05
+
+OF_ALL = 1e-3
+"""The share of the size of all gradients below which a gradient's own size does not count."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> str:
+    """The first difference between the model on a plan's mesh and without it, in words; empty if there is none.
+
+    Args:
+        captured: the model, on no mesh.
+        plan: has the mesh, the precision and the micro-batches.
+        batch: of which the first micro-batch is taken.
+        seed: of the run, for random numbers.
+    """
+    whole = for_plan(captured, replace(plan, mesh={}, parameters={}, outputs={}, states={}, compile=False))
+    micro_batch = split(batch, max(1, plan.batch_parts), whole.graph.min_rows)[0]
+    values = whole.values(micro_batch)
+    theirs = _computed(whole, values, seed, plan)
+    ours = _computed(on_mesh(whole, plan), values, seed, plan)
+    near = RELATIVE if plan.precision == FULL else {}
+    size = sum(float(gradient.double().square().sum()) for gradient in theirs[1].values()) ** 0.5
+    for what, of_mesh, of_whole in zip(("loss", "gradient of", "buffer"), ours, theirs, strict=True):
+        for name in sorted({*of_mesh, *of_whole}):
+            far = _distance(of_mesh.get(name), of_whole.get(name), size if what == "gradient of" else 0.0, near)
+            if far:
+                subject = f"the {what} {name!r}" if name != LOSS else "the loss"
+                return f"{subject} on the mesh is not what it is without: {far}"
+    return ""
+
+
+def _distance(
+    own: torch.Tensor | None, other: torch.Tensor | None, size: float, near: Mapping[torch.dtype, float]
+) -> str:
+    if own is None or other is None:
+        return "there is none" if own is None else "there is one"
+    if own.shape != other.shape:
+        return f"its shape is {tuple(own.shape)}, not {tuple(other.shape)}"
+    if not own.is_floating_point():
+        return "" if torch.equal(own, other) else "another value"
+    scale = max(float(other.double().norm()), OF_ALL * size)
+    far = float((own.double() - other.double()).norm()) / (scale or 1.0)
+    return "" if far <= near.get(own.dtype, COARSE) else f"it differs by {far:.2g} of its size"
+
+
+def _computed(captured: Captured, values: Tensors, seed: int, plan: Plan) -> tuple[Tensors, Tensors, Tensors]:
+    """Loss, gradients and buffers of one micro-batch, without cuts between stages."""
+    last = captured.graph.ops[-1].name
+    ends = segment_ends(captured.graph, [[last]], captured.boxes) if captured.boxes else [[last]]
+    (spec,) = partition(captured.graph, ends).stages
+    stage = reference_stage(captured, spec, plan.mesh_size if captured.sharding is not None else 1)
+    workers = range(len(stage.functions))
+    named = {n: p.detach() for n, p in captured.parameters().items() if n in spec.parameters}
+    weights = [local(stage, named, worker) for worker in workers]
+    own = captured.buffers()
+    buffers = [{n: own[n].clone() for n in spec.buffers} for _ in workers]
+    each: Each = [dict(values) for _ in workers]
+    tapes = forward(stage, weights, buffers, each, RngKey(seed, 0), "stash")
+    gradients: Each = [{LOSS: torch.ones_like(each[0][LOSS])} for _ in workers]
+    of_parameters = whole_gradients([stage], backward(stage, weights, tapes, gradients))
+    return {LOSS: each[0][LOSS]}, of_parameters, buffers[0]
+
+
+def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: torch.device = CPU) -> ReferenceStage:
+    """A stage as the reference runs it, on every worker of the mesh."""
+    functions = [captured.stage(spec, device, part=part) for part in range(workers)]
+    sharding: Any = captured.sharding
+    states = {name: captured.states[name] for name in spec.parameters if name in captured.states}
+    if sharding is None:
+        return ReferenceStage(functions, spec.parameters, spec.buffers, device, states=states)
+    return ReferenceStage(
+        functions,
+        spec.parameters,
+        spec.buffers,
+        device,
+        {name: sharding.parameters[name] for name in spec.parameters if name in sharding.parameters},
+        frozenset(name for name in spec.parameters if captured.has_partial_gradient(name)),
+        sharding.boxes,
+        states,
+    )

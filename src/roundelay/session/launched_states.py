@@ -1,0 +1,96 @@
+"""Under a launcher: the leader says what the stages' states are needed for, and who sees the checkpoint's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roundelay.checkpoint.atomic_files import unwritten
+from roundelay.checkpoint.stored_files import make_probe
+from roundelay.errors import UsageError
+from roundelay.ir.plan import Plan
+from roundelay.launchers import LEADER
+from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.runtime.state_reports import StateUse
+
+
+class _Announced(msgspec.Struct, forbid_unknown_fields=True):
+    """What the leader publishes; ``probe`` is a file in the checkpoint's folder."""
+
+    use: StateUse
+    save_every: int | None
+    probe: Path | None
+
+
+@contextmanager
+def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | None) -> Iterator[None]:
+    """Publish, as the leader, what the states are needed for; within the context the other processes may ask.
+
+    Args:
+        party: the launcher's processes; None if there are none.
+        use: what the states are needed for.
+        save_every: see :class:`roundelay.runtime.loading.checkpoint_schedule.Extent`.
+
+    Raises:
+        RunError: the checkpoint's folder cannot be written.
+    """
+    if party is None:
+        yield
+        return
+    try:
+        probe = None if use.folder is None else make_probe(use.folder)
+    except OSError as error:
+        raise unwritten(use.folder or Path(), error) from error
+    try:
+        announced = _Announced(use, save_every, probe)
+        party.publish(_name(party), msgspec.json.encode(announced, enc_hook=str).decode())
+        yield
+    finally:
+        if probe is not None:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+                probe.parent.rmdir()  # unless there is a checkpoint in it
+
+
+def fetched_use(party: ProcessGroup) -> tuple[StateUse, int | None]:
+    """What the leader has published, as another process: that of this process, and the updates between checkpoints.
+
+    A process that does not see the checkpoint's folder, as its host is another, sends its state to the leader.
+
+    Raises:
+        WorkerLostError: the leader publishes nothing.
+    """
+
+    def made(kind: Any, value: Any) -> Any:
+        return kind(value)
+
+    announced = msgspec.json.decode(party.fetch(_name(party)), type=_Announced, dec_hook=made)
+    shared = announced.probe is None or announced.probe.is_file()
+    return replace(announced.use, shared=shared), announced.save_every
+
+
+def _name(party: ProcessGroup) -> str:
+    return f"states {party.restart}"
+
+
+def check_leader_reads(plan: Plan) -> None:
+    """Refuse, under a launcher, a plan whose data another process than the leader would read.
+
+    The leader asks the reader for checkpoints and for an early end, through memory of its own process.
+
+    Raises:
+        UsageError: stage 0 is on another worker.
+    """
+    reader = plan.worker_of(0)
+    if reader != LEADER:
+        raise UsageError(
+            "stage 0 of the plan under a launcher",
+            got=f"worker {reader}, {plan.workers[reader].name!r}",
+            expected=f"worker {LEADER}, which leads the others and reads the data",
+            remedy="Exchange the two workers in the plan, or use a transport that needs no launcher.",
+        )

@@ -1,0 +1,388 @@
+"""`Session`: one training from start to end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from roundelay.checkpoint.checkpoint import Checkpoint, Position
+from roundelay.errors import PlanError, UsageError
+from roundelay.frontend import Captured
+from roundelay.frontend.export.gradient_hooks import hooks_of
+from roundelay.guards.split_optimizer_check import check_split
+from roundelay.guards.stage_optimizer_check import check_narrowing
+from roundelay.guards.statelessness import check_reused
+from roundelay.ir.plan import Plan
+from roundelay.ir.transports import transport_named
+from roundelay.job import Job, Peekable, StopTraining
+from roundelay.launching.forked_call import check_transport, isolated, must_isolate_backward
+from roundelay.launching.launch import run
+from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.torchrun_worker import run_follower
+from roundelay.lower.channels import num_updaters
+from roundelay.lower.verify_schedule import programs_of
+from roundelay.observe.progress_lines import RunLength
+from roundelay.planning.compile_stages import Compile, for_plan, stage_compiler
+from roundelay.planning.planning import fitted
+from roundelay.runtime.device import check_devices_exist
+from roundelay.runtime.handlers import Handler
+from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
+from roundelay.runtime.loading.instruction_log import KEPT_MICRO_BATCHES
+from roundelay.runtime.loading.loader_epoch import forget
+from roundelay.runtime.optimizer.stage_optimizer import RateTable, without_gradients
+from roundelay.runtime.processes.determinism import deterministic
+from roundelay.runtime.processes.worker_messages import Report
+from roundelay.runtime.state_reports import Gathered, StateUse
+from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
+from roundelay.session.checkpointing import Checkpointer, Saving, averages, position_of
+from roundelay.session.events import Drained, Event, Observer, Stopping, ignore, samples_per_second
+from roundelay.session.launched_states import announced_use, check_leader_reads, fetched_use
+from roundelay.session.resume import (
+    changed,
+    check_optimizer,
+    computing_digest,
+    initial,
+    order_of,
+    reads_older,
+    values_digest,
+)
+from roundelay.session.run_record import RunRecord, Trained
+from roundelay.session.state_gather import Snapshot, StateGatherer
+from roundelay.session.stop_condition import Length, extent
+
+
+def _refuse_hooks_on_parts(captured: Captured) -> None:
+    """Refuse hooks on the gradients of parameters of which each holder has a part.
+
+    Raises:
+        PlanError: there is one.
+    """
+    split = {*captured.states, *(captured.sharding.parameters if captured.sharding is not None else ())}
+    for name in hooks_of(captured.model).keys() & split:
+        raise PlanError(
+            f"parameter {name!r}",
+            got="a hook on its gradient, of which each holder has a part",
+            expected="a hook on a gradient that one holder has as a whole",
+            remedy="Remove the hook, or leave out --tensor-parallel and --zero.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run; all parts but the first start with empty stages."""
+
+    initial: Initial
+    extent: Extent
+
+
+def _rest(whole: Extent, at: Position, replicas: int) -> Extent:
+    """The rest of a run after an epoch's end."""
+    left = None if whole.batches is None else whole.batches - (at.updates - whole.start_batch)
+    g = at.micro_batches // replicas
+    return replace(whole, start_g=g, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
+
+
+def check_not_launched(party: ProcessGroup | None) -> None:
+    """Refuse a learning rate that depends on evaluations under a launcher, whose processes start together only once.
+
+    Raises:
+        UsageError: a launcher has started the workers.
+    """
+    if party is not None:
+        raise UsageError(
+            "a ReduceLROnPlateau scheduler under a launcher",
+            got=f"{party.size} processes of a launcher, which start together only once",
+            expected="workers that are restarted with every epoch's learning rate",
+            remedy="Use --transport shm or memory on one host, or a scheduler that needs no metric.",
+        )
+
+
+class Session:
+    """One training from start to end.
+
+    Args:
+        job: the job.
+        captured: its model.
+        plan: the plan.
+        seed: the run's seed.
+        length: how long.
+        start: checkpoint to start from.
+    """
+
+    def __init__(
+        self, job: Job, captured: Captured, plan: Plan, seed: int, length: Length, start: Checkpoint | None = None
+    ) -> None:
+        self.job, self.plan, self.seed, self.start = job, plan, seed, start
+        self.control = RunControl()
+        #: why ``evaluate`` or ``on_update`` ended the run early, if one did
+        self.stopped = ""
+        self.captured = for_plan(captured, plan)
+        if start is not None and start.seed != seed:
+            raise UsageError(
+                "--seed with --from",
+                got=str(seed),
+                expected=f"{start.seed}, the checkpoint's seed, so that data and random numbers continue",
+                remedy=f"Give --seed {start.seed}.",
+            )
+        self.partition = fitted(self.captured, plan)
+        #: one for each worker; changed only to break a run on purpose
+        self.programs = programs_of(plan)
+        check_narrowing(
+            job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
+        )
+        sharding = self.captured.sharding
+        _refuse_hooks_on_parts(self.captured)
+        for splits in ({} if sharding is None else sharding.parameters, self.captured.states):
+            if splits:
+                dims = {name: split.dim for name, split in splits.items()}
+                check_split(job, list(captured.model.named_parameters()), dims)
+        if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
+            check_devices_exist(plan.devices)
+        self.extent = extent(job, length, start, plan)
+        check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
+        self.order = order_of(plan, captured)
+        flight = None if start is None else start.flight
+        reason = "" if flight is None else changed(flight, self.order)
+        #: the event to report if the stages start empty although the checkpoint has micro-batches in flight
+        lost = reason and flight is not None and (flight.micro_batches or flight.older_weights)
+        self.drained = Drained(flight.micro_batches, reason) if lost and flight is not None else None
+        if start is not None and flight is None and reads_older(plan):
+            self.drained = Drained(0, "the run that wrote it had ended, and its stages with it")
+        self.initial = initial(captured, start, None if reason or flight is None else flight.stages)
+        #: whether an epoch's learning rate depends on the evaluation of the epoch before
+        rates = self._rates(())
+        self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
+        if start is not None:
+            check_optimizer(start, rates.kinds)
+        self.computing = computing_digest(plan, self.order, rates, seed)
+        #: number of updates made when the stages were last empty
+        self.since = self.initial.updates if reason or flight is None else flight.since
+
+    def run_length(self) -> RunLength:
+        """How many updates the run has, as far as is known."""
+        own, batches = self.extent, self.job.loader
+        per_epoch = batches.length if isinstance(batches, Peekable) else None
+        epochs = None if own.epochs is None else own.epochs - own.start_epoch
+        return RunLength(own.start_batch, own.batches, epochs, per_epoch, own.skip)
+
+    @property
+    def began(self) -> str:
+        """Two digests: of the initial values, and of all that has determined updates since; empty if that has changed.
+
+        See :attr:`roundelay.checkpoint.checkpoint.Checkpoint.began`.
+        """
+        if not self.computing:
+            return ""
+        if self.start is not None:
+            return self.start.began if self.start.began.endswith("/" + self.computing) else ""
+        values = values_digest({**self.initial.parameters, **self.initial.buffers})
+        return f"{values}/{self.computing}" if values else ""
+
+    def run(
+        self,
+        *,
+        notify: Observer = ignore,
+        saving: Saving | None = None,
+        audit: bool = False,
+        handlers: Mapping[int, Mapping[str, Handler]] | None = None,
+        wrap: Wrap | None = None,
+        party: ProcessGroup | None = None,
+        gathers: Gathered = "everything",
+    ) -> Trained:
+        """Train to the end.
+
+        Args:
+            notify: called with every event, in the caller's thread.
+            saving: where checkpoints are written, if anywhere.
+            audit: collect digests of everything that is computed.
+            handlers: stage to its own handlers, to break a run on purpose.
+            wrap: wraps every endpoint, to delay messages on purpose.
+            party: the launcher's processes, if one has started this process; this one leads them.
+            gathers: what of the stages' state is gathered in this process at the end, at least; with ``"nothing"`` the
+                model keeps its initial weights, unless the job evaluates it.
+        """
+        if party is None:
+            check_transport(self.plan.transport)
+        else:
+            check_leader_reads(self.plan)
+        prepare = self._compile(party)
+        self.control.end_save()  # one that a failed attempt has left unfinished
+        notify = self._stopping_on_request(notify)
+        self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
+        checkpointer = Checkpointer(self, saving, evaluates=self.job.evaluate is not None and (self.waits or not audit))
+        use = checkpointer.use(gathers=gathers)
+        record = RunRecord(
+            self.plan.num_workers,
+            notify,
+            self._rates(()).at,
+            sys.maxsize if audit else KEPT_MICRO_BATCHES,
+            self.extent.start_batch,
+        )
+        shapes = self.captured.parameters()
+        gatherer = StateGatherer(
+            sum(num_updaters(self.plan, stage) for stage in range(self.plan.num_stages)),
+            {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
+            lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
+            compares=audit,
+        )
+
+        def take(report: Report) -> None:
+            (gatherer if report.kind == "state" else record).take(report)
+            checkpointer.deliver(notify)
+
+        if self.drained is not None:
+            notify(self.drained)
+        try:
+            exact = deterministic(self.plan.deterministic, threads=self.plan.threads)
+            with exact, announced_use(party, use, self.extent.save_every):
+                for part in self._parts(checkpointer, record, party):
+                    run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, party)
+            last = checkpointer.finish()
+            # as plain PyTorch leaves the model
+            for name, weight in averages(last.optimizer, moving=False).items():
+                self.captured.set_parameter(name, weight.clone())
+        finally:
+            checkpointer.close(notify)
+            forget(self.job.loader)  # a loader that a forked worker has read from cannot be continued here
+        return self._trained(record, checkpointer, last)
+
+    def _trained(self, record: RunRecord, checkpointer: Checkpointer, last: Snapshot) -> Trained:
+        return Trained(
+            plan=self.plan,
+            updates=tuple(record.updates),
+            evaluations=tuple(checkpointer.evaluations),
+            snapshot=last,
+            samples_per_second=samples_per_second(record.updates),
+            micro_losses=record.losses,
+            micro_metrics=record.metrics,
+            micro_scales=record.scales,
+            events=dict(record.events),
+            loads=dict(record.loads),
+            digests=record.digests,
+            workers=record.workers,
+            stopped=self.stopped,
+            numbers=tuple(checkpointer.numbers),
+        )
+
+    def _rates(self, numbers: Sequence[float]) -> RateTable:
+        named = without_gradients(self.captured.model)
+        return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
+
+    def _parts(self, checkpointer: Checkpointer, record: RunRecord, party: ProcessGroup | None) -> Iterator[Part]:
+        """The parts of the run: one; or one per epoch where the next epoch's learning rate depends on an evaluation."""
+        part, whole = Part(self.initial, self.extent), self.extent
+        if not self.waits:
+            yield part
+            return
+        check_not_launched(party)
+        while True:
+            record.rates = self._rates(part.initial.numbers).at
+            yield Part(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
+            last = checkpointer.settle()
+            at = position_of(last.header, record.epoch_starts, whole)
+            if self.control.ending or at.epoch == whole.epochs or at.updates - whole.start_batch == whole.batches:
+                return
+            self.since = at.updates
+            part = Part(self._initial_at(last, tuple(checkpointer.numbers)), _rest(whole, at, self.plan.replicas))
+
+    def _initial_at(self, last: Snapshot, numbers: tuple[float, ...]) -> Initial:
+        """The initial state of stages that start empty from a snapshot."""
+        return Initial(
+            {**self.initial.parameters, **last.parameters},
+            {**self.initial.buffers, **last.buffers},
+            last.optimizer,
+            last.header.batch + 1,
+            None,
+            last.loss_scale,
+            numbers,
+            last.replica_buffers,
+        )
+
+    def _stopping_on_request(self, notify: Observer) -> Observer:
+        """Pass events on; end the run soon where ``evaluate`` or an observer asks for it."""
+
+        def end(reason: str) -> None:
+            self.stopped = self.stopped or reason
+            self.control.end_soon()
+
+        def observe(event: Event) -> None:
+            if isinstance(event, Stopping):
+                end(event.reason)
+            try:
+                notify(event)
+            except StopTraining as stop:
+                end(stop.reason)
+                with suppress(StopTraining):
+                    notify(Stopping(stop.reason))
+
+        return observe
+
+    def run_follower(self, party: ProcessGroup) -> bool:
+        """Run one worker of a process group that another process leads; returns whether it succeeded.
+
+        Raises:
+            WorkerLostError: the leader is lost.
+        """
+        if self.waits:
+            check_not_launched(party)
+        check_leader_reads(self.plan)
+        self._compile(party)
+        use, save_every = fetched_use(party)  # published when all have compiled
+        part = Part(self.initial, replace(self.extent, save_every=save_every))
+        with deterministic(self.plan.deterministic, threads=self.plan.threads):
+            return run_follower(self._task(part, use, None), party, unchanged)
+
+    def compile(self) -> None:
+        """Compile all stages in this process, if the plan asks for it."""
+        if self.plan.compile:
+            self._compiler()(range(self.plan.num_stages))
+
+    def _compiler(self) -> Compile:
+        return stage_compiler(self.job, self.captured, self.plan, self.partition, self.seed)
+
+    def _compile(self, party: ProcessGroup | None) -> Prepare | None:
+        """Compile what runs in this process or in forks of it; returns what the forks must still do, if anything.
+
+        Processes of a launcher continue when all of them have compiled.
+        """
+        if not self.plan.compile:
+            return None
+        compiler, mine = self._compiler(), self.plan.worker_stages
+        if party is not None:
+            compiler(mine[party.rank])
+            party.barrier("compiled")
+        elif transport_named(self.plan.transport).forks and must_isolate_backward():
+            isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
+            return lambda worker: compiler(mine[worker])
+        else:
+            compiler(range(self.plan.num_stages))
+        return None
+
+    def _task(
+        self,
+        part: Part,
+        use: StateUse,
+        prepare: Prepare | None,
+        *,
+        audit: bool = False,
+        handlers: Mapping[int, Mapping[str, Handler]] = MappingProxyType({}),
+    ) -> Task:
+        return Task(
+            plan=self.plan,
+            programs=self.programs,
+            partition=self.partition,
+            captured=self.captured,
+            job=self.job,
+            seed=self.seed,
+            extent=part.extent,
+            initial=part.initial,
+            audit=audit,
+            handlers=handlers,
+            prepare=prepare,
+            states=use,
+            control=self.control,
+        )
