@@ -22,10 +22,10 @@ import torch
 
 import roundelay
 from benchmarks import common
-from roundelay.compare.comparison import Compared, RunStarted
-from roundelay.compare.comparison_charts import write_comparison
-from roundelay.compare.comparison_table import Aims, reported_curve
-from roundelay.compare.run_results import RunResult
+from roundelay.comparison.comparison import Compared, RunStarted
+from roundelay.comparison.comparison_charts import write_comparison
+from roundelay.comparison.comparison_table import Aims, reported_curve
+from roundelay.comparison.run_results import RunResult
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.job import OptimizerFactory
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from roundelay.compare.cyclic_costs import Costs, chain
-from roundelay.compare.cyclic_table import costs_of, rows
+from roundelay.comparison.cyclic_costs import Costs, chain
+from roundelay.comparison.cyclic_table import costs_of, rows
 from roundelay.errors import PlanError
 from roundelay.ir import rule as rules
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import STATES, SUMS, Program
 from roundelay.ir.rule import rule_named
 from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.schedule_grid import legend, staircase
 from roundelay.schedules import Route, holders_of
@@ -84,7 +86,7 @@ def form(layout: str, rule: str, size: int, stages: int | None = None) -> Plan:
 
 
 def run_of(plan: Plan, batches: int = 6) -> Simulation:
-    return simulate(plan, emit(plan), stream([plan.micro_batches] * batches))
+    return simulate(plan, emit(read(plan)), stream([plan.micro_batches] * batches))
 
 
 @pytest.mark.parametrize(("rule", "figure"), [("1f1b", DATA_PARALLEL), ("cdp-v1", CYCLIC_V1), ("cdp-v2", CYCLIC_V2)])
@@ -97,7 +99,7 @@ def test_the_papers_figure_1(rule: str, figure: str) -> None:
 def test_a_worker_s_program_is_one_loop() -> None:
     plan = form("dp", "cdp-v2", 3)
     plan = replace(plan, edges=tuple(replace(edge, slots=3) for edge in plan.edges))
-    program = emit(plan)[1]
+    program = emit(read(plan))[1]
     within = [str(c) for c in program.channels if c.kind in ("forward", "gradient")]
     text = "\n".join(line for line in str(program).splitlines() if line not in within)
     numbered = _numbered(text)
@@ -125,7 +127,7 @@ def _numbered(text: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["single", "dp", "mp", "zero"])
 def test_programs_are_read_back_as_they_print(layout: str, size: int) -> None:
     for rule in RULES:
-        for program in emit(form(layout, rule, size, size + 1)):
+        for program in emit(read(form(layout, rule, size, size + 1))):
             assert Program.parse(str(program)) == program
 
 
@@ -138,7 +140,7 @@ def test_a_batch_takes_two_steps_for_each_stage(layout: str, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_waiting_for_the_gradients_of_all_stages_takes_no_longer(size: int) -> None:
-    assert _period(replace(form("dp", "cdp-v1", size), clip="global:1")) == 2 * size
+    assert _period(replace(form("dp", "cdp-v1", size), clip=Clip.parse("global:1"))) == 2 * size
 
 
 @pytest.mark.parametrize(("size", "stages"), [(n, s) for n in (2, 3, 4, 5) for s in (1, n - 1, n, n + 1, 2 * n)])
@@ -205,7 +207,7 @@ def test_activations_of_all_workers_are_nearly_constant(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_no_worker_of_dp_sends_or_gets_more_than_two_sums_between_two_steps(size: int, rule: str) -> None:
     plan = form("dp", rule, size)
-    channels = {channel.id: channel for channel in channels_of(plan) if channel.kind in SUMS}
+    channels = {channel.id: channel for channel in channels_of(read(plan)) if channel.kind in SUMS}
     sent, got = Counter[tuple[int, float]](), Counter[tuple[int, float]]()
     for interval in run_of(plan).intervals:
         for number in interval.gives:
@@ -232,7 +234,7 @@ def test_mp_needs_half_the_devices_each_with_one_micro_batch_at_a_time(size: int
 @pytest.mark.parametrize(("size", "stages"), [(3, 3), (4, 4), (5, 5), (3, 7), (4, 3)])
 def test_in_zero_a_stage_s_state_is_with_one_worker_at_a_time(size: int, stages: int) -> None:
     plan = form("zero", "cdp-v2", size, stages)
-    programs, run = emit(plan), run_of(plan)
+    programs, run = emit(read(plan)), run_of(plan)
     assert sorted(stage for program in programs for stage in program.holds) == list(range(stages))
     for stage in range(stages):
         here = {program.worker for program in programs if stage in program.holds}
@@ -253,7 +255,7 @@ def _of_stage(run: Simulation, stage: int) -> list[Interval]:
 @pytest.mark.parametrize("size", SIZES)
 def test_in_zero_states_are_handed_on_as_often_as_the_paper_says(size: int) -> None:
     plan = form("zero", "cdp-v1", size)
-    channels = {channel.id for channel in channels_of(plan) if channel.kind in STATES}
+    channels = {channel.id for channel in channels_of(read(plan)) if channel.kind in STATES}
     batch = [i for i in run_of(plan).intervals if i.g == 3 and set(i.gives) & channels]
     assert len(batch) == 2 * size * (size - 1)
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from roundelay.errors import PlanError
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.schedules import SCHEDULES, actions
 from roundelay.simulator import Simulation, simulate
@@ -28,7 +30,7 @@ def plan_with(workers: int, micro_batches: int, *, slots: int = 2) -> Plan:
 
 
 def sim(plan: Plan, counts: Sequence[int]) -> Simulation:
-    return simulate(plan, emit(plan), stream(list(counts)))
+    return simulate(plan, emit(read(plan)), stream(list(counts)))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_the_order_of_four_micro_batches_on_two_workers(worker: int, expected: s
 
 
 def test_a_program_is_one_turn_of_as_many_micro_batches_as_there_are_workers() -> None:
-    program = emit(plan_with(2, 4))[1]
+    program = emit(read(plan_with(2, 4)))[1]
     assert str(program).splitlines()[:3] == ["worker 1 of 2", "loop every 2 over batch", "tapes 3"]
     assert [(i.opcode, i.stage, i.offset) for i in program.body if i.opcode != "update"] == [
         ("forward", 3, 0),
@@ -71,7 +73,7 @@ def test_the_bubble_is_the_published_one(workers: int, micro_batches: int) -> No
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 1), (2, 3), (2, 4), (3, 5), (3, 8), (4, 3), (4, 8)])
 @pytest.mark.parametrize("clip", ["none", "previous:1", "global:1"])
 def test_a_plan_is_proved_whatever_its_batches_leave_over(sizes: tuple[int, int], clip: str) -> None:
-    prove(replace(plan_with(*sizes), clip=clip))
+    prove(replace(plan_with(*sizes), clip=Clip.parse(clip)))
 
 
 @pytest.mark.parametrize("stages", [2, 4, 6])
@@ -89,7 +91,7 @@ def test_it_equals_the_reference_and_trains_as_1f1b_does(model: str, stages: int
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_it_runs_in_processes_and_with_the_norm_of_all_gradients(transport: str) -> None:
     place = bench("mlp")
-    plan = replace(place.plan(VARIANTS[RULE], 4, 4, transport), clip="global:0.05")
+    plan = replace(place.plan(VARIANTS[RULE], 4, 4, transport), clip=Clip.parse("global:0.05"))
     found = place.verify(plan)
     assert found.equal, found.difference
 

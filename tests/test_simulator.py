@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.simulator import Simulation, simulate
 from tests.actor.drive import World, in_turn
 from tests.lower.plans import ASYNCHRONOUS, FEW, RULES, counts_for, edge_of, plan_of, plans
@@ -29,7 +31,7 @@ FLUSHING = ("gpipe", "1f1b")
 
 def sim(plan: Plan, counts: Sequence[int]) -> Simulation:
     """A run with these micro-batches in its batches."""
-    return simulate(plan, emit(plan), stream(list(counts)))
+    return simulate(plan, emit(read(plan)), stream(list(counts)))
 
 
 def timed(rule: str, num_stages: int, micro_batches: int, **changes: Any) -> Plan:
@@ -171,7 +173,7 @@ def test_a_slower_loader_sets_the_rate(rule: str, sizes: tuple[int, int], read_s
 
 def test_with_one_register_loading_and_computing_take_turns() -> None:
     plan = timed("pipedream", 1, 1, read_s=2.0)
-    programs = emit(plan)
+    programs = emit(read(plan))
     ends = {n: simulate(plan, [replace(programs[0], registers=n)], stream([1] * 10)).makespan_s for n in (1, 2, 3)}
     assert ends == {1: 50.0, 2: 32.0, 3: 32.0}
 
@@ -179,7 +181,7 @@ def test_with_one_register_loading_and_computing_take_turns() -> None:
 def test_a_program_that_reads_without_a_register_stands_still() -> None:
     plan = timed("pipedream", 1, 1)
     with pytest.raises(PlanError, match="worker 0: got a deadlock: `read` without a register"):
-        simulate(plan, [replace(emit(plan)[0], registers=0)], stream([1]))
+        simulate(plan, [replace(emit(read(plan))[0], registers=0)], stream([1]))
 
 
 def test_where_reading_takes_no_time_nothing_is_loaded() -> None:
@@ -353,7 +355,7 @@ def test_slots_show_in_the_events_and_nowhere_else() -> None:
 @given(JOBS, st.sampled_from([0.0, 0.5, 4.0]))
 def test_never_more_on_the_way_than_slots(job: tuple[Plan, list[int]], latency_s: float) -> None:
     plan, counts = job
-    channels = {c.id: c for program in emit(plan) for c in program.channels}
+    channels = {c.id: c for program in emit(read(plan)) for c in program.channels}
     for worker, report in enumerate(sim(replace(plan, latency_s=latency_s), counts).workers):
         assert set(report.unread_peak) == {c.id for c in channels.values() if c.read_by(worker)}
         assert all(1 <= peak <= channels[c].slots for c, peak in report.unread_peak.items())
@@ -439,7 +441,7 @@ def test_flushing_rules_read_no_old_version(rule: str) -> None:
 @given(JOBS, st.integers(1, 30), st.integers(1, 9))
 def test_a_continued_run_takes_as_long_as_a_fresh_one(job: tuple[Plan, list[int]], start_g: int, batch: int) -> None:
     plan, counts = job
-    later = simulate(plan, emit(plan), stream(counts, start_g=start_g, start_batch=batch))
+    later = simulate(plan, emit(read(plan)), stream(counts, start_g=start_g, start_batch=batch))
     assert (later.makespan_s, later.workers) == (sim(plan, counts).makespan_s, sim(plan, counts).workers)
 
 
@@ -453,4 +455,4 @@ def test_a_run_without_any_work_time_has_no_bubble() -> None:
 @pytest.mark.parametrize(("num_stages", "micro_batches"), [(2, 1), (4, 1), (4, 2), (5, 3)])
 def test_norms_on_their_way_to_stage_0_hold_no_stage_up(num_stages: int, micro_batches: int) -> None:
     plan, counts = plan_of("pipedream", num_stages, micro_batches), [micro_batches] * 8
-    assert sim(replace(plan, clip="previous:1"), counts).makespan_s == sim(plan, counts).makespan_s
+    assert sim(replace(plan, clip=Clip.parse("previous:1")), counts).makespan_s == sim(plan, counts).makespan_s

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Program
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.memory_model import estimate_memory
@@ -55,7 +57,7 @@ def v_plan(workers: int, micro_batches: int, times: tuple[float, float, float] =
 
 def sim(plan: Plan, counts: Sequence[int]) -> Simulation:
     """A run with these micro-batches in its batches."""
-    return simulate(plan, emit(plan), stream(list(counts)))
+    return simulate(plan, emit(read(plan)), stream(list(counts)))
 
 
 @st.composite
@@ -173,7 +175,7 @@ def test_the_orders_of_all_workers_fit_together(workers: int, counts: list[int])
 
 
 def test_every_line_of_a_program_says_its_stage() -> None:
-    first, last = emit(plan_of("zb-v", 4, 1, slots=4))
+    first, last = emit(read(plan_of("zb-v", 4, 1, slots=4)))
     assert str(last).splitlines() == [
         "worker 1 of 2",
         "loop every 1 over batch",
@@ -201,13 +203,13 @@ def test_every_line_of_a_program_says_its_stage() -> None:
 @FEW
 @given(jobs())
 def test_an_emitted_program_is_read_as_it_is_printed(job: tuple[Plan, list[int]]) -> None:
-    programs = emit(job[0])
+    programs = emit(read(job[0]))
     assert [Program.parse(str(program)) for program in programs] == list(programs)
 
 
 @pytest.mark.parametrize("line", ["lag 2", "warm-up", "body", "  forward x g takes 0 gives 2 mode stash"])
 def test_a_line_that_no_such_program_has_is_refused(line: str) -> None:
-    lines = str(emit(plan_of("zb-v", 4, 1))[1]).splitlines()
+    lines = str(emit(read(plan_of("zb-v", 4, 1)))[1]).splitlines()
     for at in (2, 11):
         with pytest.raises(PlanError, match="of a program"):
             Program.parse("\n".join([*lines[:at], line, *lines[at:]]) + "\n")
@@ -252,18 +254,18 @@ def test_a_plan_is_proved(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (3, 8), (4, 3)])
 @pytest.mark.parametrize("clip", ["previous:1", "global:1"])
 def test_a_plan_whose_stages_tell_their_squares_is_proved(clip: str, sizes: tuple[int, int]) -> None:
-    prove(replace(v_plan(*sizes), clip=clip))
+    prove(replace(v_plan(*sizes), clip=Clip.parse(clip)))
 
 
 def test_updates_that_wait_for_the_whole_come_behind_both_stages_gradients() -> None:
     """Else a worker's upper stage would wait for the norm, and the norm for its lower stage."""
-    plan, counts = replace(v_plan(2, 2), clip="global:1"), [2, 1]
+    plan, counts = replace(v_plan(2, 2), clip=Clip.parse("global:1")), [2, 1]
     for k, mine in enumerate(fired(sim(plan, counts))):
         down, up = plan.worker_stages[k]
         acts = [(f.opcode, f.stage) for f in mine]
         last = max(i for i, (opcode, _) in enumerate(acts[: len(acts) * 2 // 3]) if opcode == "grad-norm-sq")
         assert acts[last + 1 : last + 3] == [("update", down), ("update", up)]
-    usual = sim(replace(plan, clip="previous:1"), counts).intervals_of(0)
+    usual = sim(replace(plan, clip=Clip.parse("previous:1")), counts).intervals_of(0)
     assert [(i.opcode, i.stage) for i in usual if i.opcode in ("grad-norm-sq", "update")][:4] == [
         ("grad-norm-sq", 3),
         ("update", 3),
@@ -275,11 +277,11 @@ def test_updates_that_wait_for_the_whole_come_behind_both_stages_gradients() -> 
 def test_a_worker_that_swaps_two_stages_is_refused_with_the_place() -> None:
     plan, counts = v_plan(2, 3), [3, 3]
     done = fired(sim(plan, counts))
-    check_run(plan, counts, done)
+    check_run(read(plan), counts, done)
     acts = [f for f in done[1] if f.opcode != "read"]
     swapped = [acts[0], acts[2], acts[1], *acts[3:]]  # F1 before f0: either stage's own order stays what it was
     with pytest.raises(PlanError, match="worker 1, action 1: got 1F1; expected 2F0"):
-        check_run(plan, counts, [done[0], swapped])
+        check_run(read(plan), counts, [done[0], swapped])
 
 
 def test_stages_that_do_not_make_a_v_are_refused() -> None:

@@ -32,7 +32,7 @@ from benchmarks.cdp.figure_4_picture import Panel, picture
 from benchmarks.common import machine, table
 from benchmarks.networks.resnet import resnet
 from benchmarks.networks.vit import vit
-from roundelay.compare.cyclic_costs import chain
+from roundelay.comparison.cyclic_costs import chain
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs

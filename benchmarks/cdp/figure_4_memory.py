@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from roundelay.compare.cyclic_costs import chain
+from roundelay.comparison.cyclic_costs import chain
 from roundelay.frontend import Captured
 from roundelay.frontend.stages.keyed_rng import RngKey
 from roundelay.ir.graph import Profile
@@ -18,6 +18,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
+from roundelay.lower.reading import read
 from roundelay.planner.cost_model import Cuts
 from roundelay.simulator import Simulation, simulate
 
@@ -139,7 +140,7 @@ def in_time(layout: str, rule: str, cuts: Cuts, kept: Sequence[int], seconds: Pr
 
 def simulated(plan: Plan) -> Memory:
     """What all workers together hold in a run at their own pace, as a mean of the micro-batches."""
-    run = simulate(plan, emit(plan), stream([plan.micro_batches] * BATCHES))
+    run = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
     start, end = (_begin(run, batch) for batch in (BATCHES - 2, BATCHES - 1))
     changes: list[tuple[float, float]] = []
     for interval in run.intervals:

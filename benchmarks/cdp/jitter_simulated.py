@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.cdp.jitter_durations import Factors, Variation, counted, factor_of, factors, own_means, step_s
 from roundelay.actor.machine import Run
-from roundelay.compare.cyclic_costs import chain
+from roundelay.comparison.cyclic_costs import chain
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import SUMS, Program
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.simulator import Interval, Simulation, Vary, simulate
 
 
@@ -95,15 +96,15 @@ def step_of(run: Simulation, batches: int) -> float:
 
 @functools.cache
 def _programs(size: int, rule: str) -> Sequence[Program]:
-    return emit(plan_of(size, rule))
+    return emit(read(plan_of(size, rule)))
 
 
 @functools.cache
 def _sizes(size: int, rule: str) -> dict[int, dict[int, int]]:
     """Bytes that each worker sends on a channel of gradients; the other channels stay within a worker, or are free."""
     plan = plan_of(size, rule)
-    exchanged, sizes = exchanges_of(plan), {}
-    for channel in channels_of(plan):
+    exchanged, sizes = exchanges_of(read(plan)), {}
+    for channel in channels_of(read(plan)):
         holders = [port.worker for port in channel.sources]
         if channel.phases:
             sent = [sum(exchanged[channel.id].bytes_sent(size, position)) for position in range(size)]

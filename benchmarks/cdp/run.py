@@ -17,8 +17,8 @@ from benchmarks import papers
 from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
 from benchmarks.tasks import chars, digits, images
-from roundelay.compare.comparison_table import reported_curve
-from roundelay.compare.run_results import LOSS
+from roundelay.comparison.comparison_table import reported_curve
+from roundelay.comparison.run_results import LOSS
 
 TITLES = ("DP", "CDP-v1", "CDP-v2")
 RULES = ("1f1b", "cdp-v1", "cdp-v2")

@@ -25,10 +25,13 @@ from torch import Tensor
 
 from benchmarks.common import machine, table
 from benchmarks.depth.trial import Net, Optimizer, Trial, Variant
+from roundelay.ir.clip import NO_CLIP
+from roundelay.ir.loss_scale import NO_SCALE
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.simulator import simulate
 
 WIDTH, SEEDS, POINTS = 64, 5, 15
@@ -215,13 +218,13 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
     predictor = line.predictor if rule_named(line.rule).predicts else NO_PREDICTOR
     plan = Plan(
         format=FORMAT, model="none", rule=line.rule, layout="pipeline", predictor=predictor, recompute=(),
-        backward=line.backward, compile=False, precision="fp32", loss_scale="none",
-        clip="none", ema=0.0, deterministic=False, replicas=1, micro_batches=parts,
+        backward=line.backward, compile=False, precision="fp32", loss_scale=NO_SCALE,
+        clip=NO_CLIP, ema=0.0, deterministic=False, replicas=1, micro_batches=parts,
         mesh={}, parameters={}, outputs={}, states={},
         transport="memory", deadline_s=1.0, latency_s=0.0,
         bytes_per_s=1e12, read_s=0.0, input_bytes=0, workers=workers, stages=stages, edges=edges, exchanges=(),
     )  # fmt: skip
-    few, many = (simulate(plan, emit(plan), stream([parts] * n)) for n in (2 * depth, 4 * depth))
+    few, many = (simulate(plan, emit(read(plan)), stream([parts] * n)) for n in (2 * depth, 4 * depth))
     share = 2 * depth * 9e-3 / (many.makespan_s - few.makespan_s)
     return max(worker.versions_held_peak for worker in many.workers), share
 

@@ -20,7 +20,7 @@ from benchmarks.common import table
 from benchmarks.papers import Asked, Case, Found, Line, beside, optimizer
 from benchmarks.pipeoptim import paper, reckoned
 from benchmarks.tasks import chars, digits, grammar, images
-from roundelay.compare.run_results import RunResult
+from roundelay.comparison.run_results import RunResult
 from roundelay.job import OptimizerFactory
 
 CDP_V2 = "CDP-v2"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.schedule.simulated import plan
 from roundelay.ir.micro_batch import stream
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.observe.trace import Span
 from roundelay.page.style import STYLE
 from roundelay.page.timeline import Window, timeline
@@ -35,7 +36,7 @@ def window(rule: str) -> Window:
     batch = {header.g: header.batch for header in headers}
     spans = [
         Span(i.worker, i.opcode, i.g, batch[i.g], i.reads, i.distance, i.start_s, i.end_s, 0, i.stage)
-        for i in simulate(made, programs_of(made), headers).intervals
+        for i in simulate(made, emit(read(made)), headers).intervals
         if i.start_s < SHOWN_S and i.end_s > i.start_s
     ]
     return Window(0.0, SHOWN_S, spans, (), WORKERS)

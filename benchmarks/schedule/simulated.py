@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.common import table
+from roundelay.ir.clip import NO_CLIP
+from roundelay.ir.loss_scale import NO_SCALE
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.schedules import schedule_named
 from roundelay.simulator import simulate
 
@@ -54,10 +57,10 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         recompute=(),
         compile=False,
         precision="fp32",
-        clip="none",
+        clip=NO_CLIP,
         ema=0.0,
         deterministic=False,
-        loss_scale="none",
+        loss_scale=NO_SCALE,
         replicas=1,
         micro_batches=micro_batches,
         mesh={},
@@ -80,7 +83,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
 def batch(rule: str, workers: int, micro_batches: int) -> tuple[float, float]:
     """Milliseconds of a batch, and the tapes of the worker that holds most."""
     made = plan(rule, workers, micro_batches)
-    run = simulate(made, programs_of(made), stream([micro_batches] * (SKIPPED + COUNTED + SKIPPED)))
+    run = simulate(made, emit(read(made)), stream([micro_batches] * (SKIPPED + COUNTED + SKIPPED)))
     first = made.worker_stages[0][0]
     ends = [i.end_s for i in run.intervals if i.opcode == "update" and i.stage == first]
     held = max(report.tape_bytes_peak for report in run.workers) / UNIT

@@ -24,6 +24,7 @@ from examples import face_recognition, wide_and_deep
 from roundelay import Job
 from roundelay.env import better_malloc
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.sbp import parse
 from roundelay.session.training import Session
 
 VOCABULARIES = (20_000, 100_000, 400_000, 1_600_000)
@@ -31,7 +32,7 @@ IDENTITIES = (10_000, 40_000)
 LIMIT = 512 * 2**20
 """Bytes that a worker may have of weights, gradients and states, for the column that says what still fits."""
 
-ROWS = (("devices", "S(0)"),)
+ROWS = (("devices", parse("S(0)")),)
 DEEP = {"deep.*": ROWS, "wide": ROWS}
 
 

@@ -9,8 +9,9 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES
 from roundelay.ir.rule import rule_named
-from roundelay.lower.channels import form_of, schedule_of
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.validate_plan import check_plan
 from roundelay.simulator import Interval, simulate
 
 _LETTERS = {opcode: OPCODES[opcode].letter for opcode in ("forward", "backward", "backward-weight")}
@@ -27,7 +28,7 @@ _LEGEND = (
 
 def legend(plan: Plan) -> str:
     """What the cells of :func:`staircase` mean."""
-    return _LEGEND if form_of(plan) is None else _LAYOUT_LEGEND
+    return _LEGEND if read(plan).form is None else _LAYOUT_LEGEND
 
 
 def staircase(plan: Plan, batches: int) -> str:
@@ -47,11 +48,11 @@ def staircase(plan: Plan, batches: int) -> str:
         replace(stage, forward_s=1.0, backward_s=1.0, weights_s=_halved(plan), update_s=0.0) for stage in plan.stages
     ]
     unit = replace(plan, stages=tuple(uniform), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
-    simulation = simulate(unit, programs_of(unit), stream([plan.micro_batches] * batches))
-    if form_of(plan) is not None:
+    simulation = simulate(unit, emit(check_plan(unit)), stream([plan.micro_batches] * batches))
+    if read(plan).form is not None:
         laid_out = {k: _cells(plan, simulation.intervals_of(k)) for k in range(plan.num_workers)}
         return grid(laid_out, max(map(len, laid_out.values())), "worker")
-    label = "stage" if schedule_of(plan).stages_per_worker == 1 else "worker"
+    label = "stage" if read(plan).schedule.stages_per_worker == 1 else "worker"
     rows = {}
     for worker in sorted({plan.worker_of(stage) for stage in range(plan.num_stages)}):  # all replicas do the same
         first = plan.stages_of(worker)[0]
@@ -66,7 +67,7 @@ def _one_slot(plan: Plan) -> str:
 
 def _halved(plan: Plan) -> float:
     """Return the slots of the second half of a backward: 1 if there is one."""
-    return 1.0 if schedule_of(plan).halved else 0.0
+    return 1.0 if read(plan).schedule.halved else 0.0
 
 
 def _cells(plan: Plan, intervals: list[Interval]) -> list[str]:

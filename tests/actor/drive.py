@@ -15,6 +15,7 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 
 #: ("result", worker), ("message", channel) or ("grant", channel)
 Queue = tuple[str, int]
@@ -31,7 +32,7 @@ class World:
     """
 
     def __init__(self, plan: Plan, headers: Sequence[MicroBatch], lost: Sequence[Queue] = ()) -> None:
-        programs = emit(plan)
+        programs = emit(read(plan))
         self.machines = [Machine(program, headers[0].g, headers[0].batch) for program in programs]
         self.channels = {c.id: c for program in programs for c in program.channels}
         self.headers = [{header.g: header for header in headers} for _ in programs]

@@ -14,6 +14,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.schedules import actions, schedule_named
 from tests.actor.drive import Choice, World, at_random, in_turn, starving
 from tests.lower.plans import ASYNCHRONOUS, FEW, RULES, counts_for, edge_of, plan_of, plans
@@ -243,7 +244,7 @@ def test_a_missing_message_stops_the_consumer_who_says_which() -> None:
 
 
 def test_all_that_is_lacking_is_named() -> None:
-    middle = Machine(emit(plan_of("1f1b", 3, 4, slots=1))[1])
+    middle = Machine(emit(read(plan_of("1f1b", 3, 4, slots=1)))[1])
     middle.credits[2] = 0
     assert middle.fire() is None
     assert (

@@ -9,6 +9,7 @@ from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.program import Program
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from tests.lower.plans import plan_of
 
 HEADERS = stream([1, 1])
@@ -16,7 +17,7 @@ HEADERS = stream([1, 1])
 
 def second_of_two() -> Machine:
     """The last stage of two, one slot to a channel, M = 1; channel 0 comes in, channel 1 goes out."""
-    return Machine(emit(plan_of("pipedream", 2, 1, slots=1))[1])
+    return Machine(emit(read(plan_of("pipedream", 2, 1, slots=1)))[1])
 
 
 def fired(machine: Machine) -> str:
@@ -73,7 +74,7 @@ def test_the_machine_says_whether_a_free_slot_is_what_it_lacks() -> None:
 
 
 def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
-    machine = Machine(emit(plan_of("1f1b", 1, 2))[0])
+    machine = Machine(emit(read(plan_of("1f1b", 1, 2)))[0])
     header = stream([2])[0]
     assert fired(machine) == "read g=0 stage=0 version=0"
     machine.finish(header)
@@ -99,7 +100,7 @@ def test_what_is_done_with_is_forgotten() -> None:
 
 
 def test_a_message_beyond_the_slots_is_a_broken_law() -> None:
-    machine = Machine(emit(plan_of("pipedream", 3, 1, slots=2))[1])
+    machine = Machine(emit(read(plan_of("pipedream", 3, 1, slots=2)))[1])
     machine.credits[2] = 0  # so that nothing is taken
     assert machine.fire() is None
     for header in stream([1] * 2):
@@ -156,7 +157,7 @@ def test_a_grant_that_cannot_be_is_a_broken_law(channel: int) -> None:
 
 
 def test_machines_of_a_printed_program_do_the_same() -> None:
-    programs = emit(plan_of("pipeoptim", 1, 2))
+    programs = emit(read(plan_of("pipeoptim", 1, 2)))
     first, second = Machine(programs[0]), Machine(Program.parse(str(programs[0])))
     assert fired(first) == fired(second) != ""
 

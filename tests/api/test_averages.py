@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import roundelay
 from roundelay.errors import CheckpointError, PlanError
-from roundelay.ir.plan import EMA, EVALUATED
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.rule import rules
 from roundelay.planning.planning import capture
 from roundelay.runtime.loading.batch_reader import read_batches

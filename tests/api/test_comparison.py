@@ -20,12 +20,13 @@ from torch import nn
 
 import roundelay
 from roundelay.checkpoint.stored_files import is_checkpoint
-from roundelay.compare.comparison import Compared, RunFinished, RunResumed, RunStarted, optimizer_factory
-from roundelay.compare.comparison_charts import chart_of, mean_curve, write_comparison
-from roundelay.compare.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
-from roundelay.compare.comparison_variants import variants
-from roundelay.compare.run_results import Point, RunResult
+from roundelay.comparison.comparison import Compared, RunFinished, RunResumed, RunStarted, optimizer_factory
+from roundelay.comparison.comparison_charts import chart_of, mean_curve, write_comparison
+from roundelay.comparison.comparison_table import Aims, curves_csv, markdown, rounded, spreadsheet, table
+from roundelay.comparison.comparison_variants import variants
+from roundelay.comparison.run_results import Point, RunResult
 from roundelay.errors import UsageError
+from roundelay.ir.clip import Clip
 from roundelay.ir.rule import rules
 from roundelay.page.run_page import run_page
 from roundelay.session.events import Updated
@@ -313,7 +314,7 @@ def test_a_damaged_result_is_told_with_its_remedy(tmp_path: Path, text: str) -> 
 def test_a_run_by_another_plan_is_refused(tmp_path: Path) -> None:
     made = compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
     (path,) = (tmp_path / "c" / "runs").glob("*/plan.toml")
-    path.write_text(dataclasses.replace(made.plans["1f1b"], clip="stage:1.0").text())
+    path.write_text(dataclasses.replace(made.plans["1f1b"], clip=Clip.parse("stage:1.0")).text())
     with pytest.raises(UsageError, match=r"another plan than .*1f1b\.toml.*Remove this folder"):
         compared(tmp_path / "c", rules=("1f1b",), seeds=1, steps=1)
 

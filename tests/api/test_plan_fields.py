@@ -20,11 +20,15 @@ from roundelay.actor.machine import Run
 from roundelay.cli.sim_output import show_simulation, simulation_json
 from roundelay.errors import DeadlineError, InternalError, PlanError
 from roundelay.frontend import Captured
+from roundelay.ir.averages import EMA
+from roundelay.ir.exchange import ExchangePlan, Phase
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.sbp import parse
 from roundelay.job import Job
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.session.training import Length, Session, Trained
 from tests.api.jobs import make, mlp
@@ -151,7 +155,7 @@ def leaves_the_process(capsys: pytest.CaptureFixture[str]) -> bool:
 def limits_messages(capsys: pytest.CaptureFixture[str]) -> bool:
     """More slots let a fast sender run further ahead."""
     fast = {"stages.forward_s": 1e-6, "stages.backward_s": 1e-6}
-    into = next(c.id for c in programs_of(edited({}))[1].channels if c.kind == "forward" and c.sources[0].stage == 0)
+    into = next(c.id for c in emit(read(edited({})))[1].channels if c.kind == "forward" and c.sources[0].stage == 0)
     ahead = [peaks(fast | {"edges.slots": slots})[1][into] for slots in (1, 2)]
     assert ahead == [1, 2]
     return refused({"edges.slots": 0})
@@ -248,17 +252,17 @@ def divides() -> bool:
 def splits() -> bool:
     """What a plan says of a parameter is what its workers have; a pattern that matches nothing is refused."""
     plan = on_mesh()
-    odd = dataclasses.replace(plan, parameters={"nothing.*": (("tensor", "S(0)"),)})
+    odd = dataclasses.replace(plan, parameters={"nothing.*": (("tensor", parse("S(0)")),)})
     return bool(plan.parameters) and refused({}, lambda _: session(Plan.parse(odd.text())))
 
 
 def splits_outputs() -> bool:
     """A result that is split by rows is boxed where it is read whole; a name that matches nothing is refused."""
     job, captured, _ = given()
-    pairs = {captured.graph.ops[0].name: (("tensor", "S(0)"),)}
+    pairs = {captured.graph.ops[0].name: (("tensor", parse("S(0)")),)}
     own = GivenSignatures({"tensor": 2}, {}, pairs)
     plan = roundelay.plan(job, captured=captured, signatures=own, workers=1, rule="1f1b", micro_batches=2)
-    odd = dataclasses.replace(plan, outputs={"nothing.*": (("tensor", "S(0)"),)})
+    odd = dataclasses.replace(plan, outputs={"nothing.*": (("tensor", parse("S(0)")),)})
     assert any(exchange.value for exchange in plan.exchanges)
     texts = [odd.text(), dataclasses.replace(plan, outputs={}).text()]
     return all(refused({}, lambda _, text=text: session(Plan.parse(text))) for text in texts)
@@ -269,7 +273,7 @@ def divides_states() -> bool:
     job, captured, _ = given()
     plan = roundelay.plan(job, captured=captured, data_parallel=2, zero=1, workers=1, rule="1f1b", micro_batches=2)
     longest = dict(list(plan.states.items())[1:])  # one less is divided than is exchanged
-    others: tuple[dict[str, Any], ...] = ({"nothing.*": (("replicas", "S(0)"),)}, longest)
+    others: tuple[dict[str, Any], ...] = ({"nothing.*": (("replicas", parse("S(0)")),)}, longest)
     runs = run(plan)
     assert all(torch.equal(runs.snapshot.parameters[n], w) for n, w in run(replicas()).snapshot.parameters.items())
     texts = [dataclasses.replace(plan, states=other).text() for other in others]
@@ -374,7 +378,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "exchanges.axis": lambda _: exchanges_refused(axis="rows"),
     "exchanges.value": lambda _: boxes_refused(value="nothing"),
     "exchanges.segment": lambda _: boxes_refused(segment=2),
-    "exchanges.phases": lambda _: exchanges_refused(phases=("all-gather(0)",)),
+    "exchanges.phases": lambda _: exchanges_refused(phases=(Phase.parse("all-gather(0)"),)),
     "exchanges.dtypes": lambda _: exchanges_slower(dtypes=("float64", "float64")) and exchanges_refused(dtypes=()),
     "exchanges.shapes": lambda _: (
         exchanges_slower(shapes=((9000,), (1,))) and exchanges_refused(shapes=((9000,), (1,)))

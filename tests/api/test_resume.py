@@ -21,6 +21,7 @@ from roundelay.runtime.stage_state import Stage
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.training import Length, Session, Trained
 from tests.api.jobs import Tied, adam, loader, make, mlp, tokens
+from tests.lower.plans import works
 
 
 def train(job: Job, workers: int, rule: str = "1f1b", transport: str = "memory", **options: Any) -> Trained:
@@ -71,7 +72,7 @@ def test_the_stages_of_a_continued_run_start_with_the_saved_bits(tmp_path: Path,
     session = Session(job, captured, plan, 0, Length(steps=1), load_checkpoint(tmp_path / "c", captured))
     found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "optimizer": {}}
     for spec in session.partition.stages:
-        stage = Stage(captured, spec, job, plan, session.initial)
+        stage = Stage(captured, spec, job, works(plan)[plan.worker_of(spec.stage)], session.initial)
         for part, values in zip(("parameters", "optimizer", "buffers"), stage.state(), strict=True):
             found[part] |= values
         assert stage.steps.scheduler is not None

@@ -17,10 +17,10 @@ import roundelay
 from benchmarks.cdp.jobs.imagenet import reported
 from benchmarks.datasets import imagenet
 from benchmarks.networks.resnet import Basic, residual
-from roundelay.compare.comparison import Compared
-from roundelay.compare.comparison_table import curves_csv
-from roundelay.compare.comparison_variants import OWN, Variant
-from roundelay.compare.run_results import Point, RunResult
+from roundelay.comparison.comparison import Compared
+from roundelay.comparison.comparison_table import curves_csv
+from roundelay.comparison.comparison_variants import OWN, Variant
+from roundelay.comparison.run_results import Point, RunResult
 from roundelay.errors import JobError
 from roundelay.planning.job_file import load_job
 

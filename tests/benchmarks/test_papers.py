@@ -18,7 +18,7 @@ from benchmarks.papers import Case, Found, Line, optimizer
 from benchmarks.pipeoptim import paper, reckoned
 from benchmarks.pipeoptim import run as pipeoptim
 from benchmarks.tasks import digits
-from roundelay.compare.run_results import Point, RunResult
+from roundelay.comparison.run_results import Point, RunResult
 from roundelay.errors import UsageError
 
 SGDM = optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -17,10 +17,13 @@ from torch.optim import SGD, Optimizer
 import roundelay
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
+from roundelay.ir.clip import Clip
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import rule_named
 from roundelay.job import Job, Named
-from roundelay.lower.verify_schedule import check_run, norm_read, programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.verify_schedule import check_run, norm_read
 from roundelay.planner.prove_plan import fired, prove
 from roundelay.runtime import handlers
 from roundelay.runtime.handlers import Context, do_update
@@ -39,7 +42,7 @@ SOME = ["1f1b", "pipedream", "cdp-v2", "spectrain improved mixed", "pipeoptim pa
 @pytest.mark.parametrize("clip", ["stage:0.05", "previous:0.05"])
 def test_clipping_verifies_under_every_kind_of_rule(clip: str, model: str, name: str) -> None:
     place = bench(model)
-    found = place.verify(replace(place.plan(VARIANTS[name], 3, 3), clip=clip), place.job(MOMENTUM))
+    found = place.verify(replace(place.plan(VARIANTS[name], 3, 3), clip=Clip.parse(clip)), place.job(MOMENTUM))
     assert found.equal, found.difference
 
 
@@ -48,7 +51,9 @@ def test_clipping_verifies_under_every_kind_of_rule(clip: str, model: str, name:
 @pytest.mark.parametrize("model", ["mlp", "skip", "token_mean", "frozen"])
 def test_clipping_by_the_batch_s_own_norm_verifies(model: str, rule: str, transport: str) -> None:
     place = bench(model)
-    found = place.verify(replace(place.plan(VARIANTS[rule], 4, 3, transport), clip="global:0.05"), place.job(MOMENTUM))
+    found = place.verify(
+        replace(place.plan(VARIANTS[rule], 4, 3, transport), clip=Clip.parse("global:0.05")), place.job(MOMENTUM)
+    )
     assert found.equal, found.difference
 
 
@@ -56,7 +61,7 @@ def test_clipping_by_the_batch_s_own_norm_verifies(model: str, rule: str, transp
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_earlier_batch_s_norm_verifies_between_processes(micro_batches: int, transport: str) -> None:
     place = bench("skip")
-    plan = replace(place.plan(VARIANTS["pipedream"], 4, micro_batches, transport), clip="previous:0.05")
+    plan = replace(place.plan(VARIANTS["pipedream"], 4, micro_batches, transport), clip=Clip.parse("previous:0.05"))
     found = place.verify(plan, place.job(MOMENTUM), steps=7)
     assert found.equal, found.difference
 
@@ -76,7 +81,9 @@ def test_clipping_by_a_norm_that_is_whole_behind_second_halves_verifies(
     name: str, model: str, transport: str, clip: str
 ) -> None:
     place = bench(model)
-    found = place.verify(replace(place.plan(VARIANTS[name], 4, 3, transport), clip=clip), place.job(MOMENTUM))
+    found = place.verify(
+        replace(place.plan(VARIANTS[name], 4, 3, transport), clip=Clip.parse(clip)), place.job(MOMENTUM)
+    )
     assert found.equal, found.difference
 
 
@@ -92,10 +99,10 @@ def test_where_no_gradient_travels_the_squares_still_do() -> None:
         captured = roundelay.capture(job)
         made = roundelay.plan(job, captured=captured, workers=3, rule="pipedream", micro_batches=1, cuts="equal")
         assert not any(edge.gradient for edge in made.edges)
-        norms = used_norms(Session(job, captured, replace(made, clip="previous:0.01"), 0, Length(steps=6)))
+        norms = used_norms(Session(job, captured, replace(made, clip=Clip.parse("previous:0.01")), 0, Length(steps=6)))
         assert norms[0] == norms[1] == norms[2]
         assert [norm is None for norm in norms[0]] == [True] * 3 + [False] * 3
-        assert roundelay.verify(job, plan=replace(made, clip="previous:0.01"), steps=6).equal
+        assert roundelay.verify(job, plan=replace(made, clip=Clip.parse("previous:0.01")), steps=6).equal
     finally:
         place.model.requires_grad_()
 
@@ -130,7 +137,11 @@ def test_every_stage_clips_by_the_norm_of_one_and_the_same_earlier_batch(micro_b
     batches = [tuple(part * (1 + t) for part in place.batches[0][:1]) + place.batches[0][1:] for t in range(7)]
     job = place.job(still, batches=lambda epoch: batches)
     given = [
-        used_norms(Session(job, place.captured, replace(place.plan(VARIANTS[n], 3, micro_batches), clip=c), 0, LONG))
+        used_norms(
+            Session(
+                job, place.captured, replace(place.plan(VARIANTS[n], 3, micro_batches), clip=Clip.parse(c)), 0, LONG
+            )
+        )
         for n, c in (("1f1b", "global:1"), ("pipedream", "previous:1"), ("1f1b", "previous:1"), ("zb-h1", "previous:1"))
     ]
     own = given[0][0]
@@ -155,20 +166,20 @@ def test_the_norm_is_late_by_the_stages_over_the_micro_batches_rounded_up(
 
 def test_another_batch_s_norm_than_the_stated_one_is_refused() -> None:
     plan, counts = plan_of("pipedream", 3, 2, clip="previous:1"), [2, 2, 2, 1, 2]
-    run = simulate(plan, programs_of(plan), stream(counts))
+    run = simulate(plan, emit(read(plan)), stream(counts))
     done = fired(run)
-    check_run(plan, counts, done)
+    check_run(read(plan), counts, done)
     at = next(i for i, f in enumerate(done[1]) if (f.opcode, f.g) == ("update", 6))
     done[1][at] = replace(done[1][at], entry=done[1][at].entry + 1)
     with pytest.raises(PlanError, match="stage 1, update after micro-batch 6: the newest norm: got batch 2's"):
-        check_run(plan, counts, done)
+        check_run(read(plan), counts, done)
 
 
 @pytest.mark.parametrize("clip", ["previous:0.05", "global:0.05"])
 @pytest.mark.parametrize("rule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_run_that_ignores_the_norm_is_found(rule: str, clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = bench("mlp")
-    plan = replace(place.plan(VARIANTS[rule], 3, 2), clip=clip)
+    plan = replace(place.plan(VARIANTS[rule], 3, 2), clip=Clip.parse(clip))
     assert place.verify(plan, place.job(MOMENTUM)).equal
     right = handlers._clipping_norm
     monkeypatch.setattr(handlers, "_clipping_norm", lambda context, run, header: right(context, run, header) and None)
@@ -179,7 +190,9 @@ def test_a_run_that_ignores_the_norm_is_found(rule: str, clip: str, monkeypatch:
 @pytest.mark.parametrize("clip", ["previous:0.05", "global:0.05"])
 def test_a_broken_run_is_found_beside_clipping(clip: str, tamper: str) -> None:
     place = bench("mlp")
-    found = place.verify(replace(place.plan(VARIANTS["1f1b"], 3, 2), clip=clip), place.job(MOMENTUM), tamper=tamper)
+    found = place.verify(
+        replace(place.plan(VARIANTS["1f1b"], 3, 2), clip=Clip.parse(clip)), place.job(MOMENTUM), tamper=tamper
+    )
     assert not found.equal
 
 
@@ -205,7 +218,7 @@ def test_clipping_is_torch_s_own(workers: int, clip: str, rule: str) -> None:
         batches=lambda epoch: data,
         optimizer=partial(SGD, lr=0.5),
     )
-    plan = roundelay.plan(job, workers=workers, rule=rule, micro_batches=1, clip=clip)
+    plan = roundelay.plan(job, workers=workers, rule=rule, micro_batches=1, clip=Clip.parse(clip))
     result = roundelay.train(job, plan=plan, steps=4)
     optimizer = SGD(plain.parameters(), lr=0.5)
     for x, y in data:
@@ -223,7 +236,7 @@ def test_a_clip_that_says_nothing_is_refused(by: str, norm: str) -> None:
     with pytest.raises(
         PlanError, match=r"clip of the plan.*expected none, or stage:NORM, previous:NORM or global:NORM"
     ):
-        prove(replace(plan_of("gpipe", 2, 2), clip=by + norm))
+        prove(replace(plan_of("gpipe", 2, 2), clip=Clip.parse(by + norm)))
 
 
 @pytest.mark.parametrize("rule", ASYNCHRONOUS)
@@ -258,5 +271,5 @@ def test_gradients_of_doubles_and_of_complex_numbers_have_a_norm(kind: str, clip
         batches=lambda epoch: data,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )
-    result = roundelay.verify(job, workers=2, rule="1f1b", steps=3, clip=clip)
+    result = roundelay.verify(job, workers=2, rule="1f1b", steps=3, clip=Clip.parse(clip))
     assert result.exit_code == 0, result.differences()

@@ -14,7 +14,8 @@ import pytest
 from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planning.planning import plan as make_plan
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
 from roundelay.runtime.worker import Wrap
@@ -32,7 +33,7 @@ Handlers = Mapping[int, Mapping[str, Handler]]
 def simulated(plan: Plan) -> Simulation:
     """The plan on the virtual clock, with the zoo's batches."""
     counts = [min(plan.micro_batches, rows) for rows in ROWS]
-    return simulate(plan, programs_of(plan), stream(counts))
+    return simulate(plan, emit(read(plan)), stream(counts))
 
 
 def recorded(place: Bench, plan: Plan, *, handlers: Handlers | None = None, wrap: Wrap | None = None) -> Trained:
@@ -161,7 +162,7 @@ def test_a_slow_stage_stops_the_one_before_it_at_its_slots(slots: int) -> None:
     """The last stage does not use its first message before all slots are taken, and then lets its sender try more."""
     place, ledger = bench("mlp"), Ledger()
     plan = with_slots(place.plan(VARIANTS["gpipe"], 3, 4), slots)
-    into_last = [c.id for c in programs_of(plan)[2].channels if c.kind == "forward"]
+    into_last = [c.id for c in emit(read(plan))[2].channels if c.kind == "forward"]
     filled: list[bool] = []
 
     def wait(context: Context, run: Run) -> None:

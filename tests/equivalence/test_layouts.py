@@ -11,6 +11,8 @@ import torch
 
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
+from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.loss_scale import NO_SCALE
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import Fresh, UpdateRule, rule_named
 from roundelay.proof.tamper_ways import SUM_WAYS, WAYS
@@ -95,7 +97,7 @@ def test_a_synchronous_form_may_need_the_norm_of_all_gradients(layout: str, name
     place = bench("mlp")
     plan = replace(place.in_layout(layout, name, 3, 2), **other)  # type: ignore[arg-type]
     held(place, plan)
-    assert differs(place, plan, replace(plan, clip="none", precision="fp32", loss_scale="none"))
+    assert differs(place, plan, replace(plan, clip=NO_CLIP, precision="fp32", loss_scale=NO_SCALE))
 
 
 @pytest.mark.parametrize(("size", "stages", "transport"), [(2, 2, "memory"), (3, 2, "shm"), (4, 3, "memory")])
@@ -103,15 +105,15 @@ def test_replicas_that_read_older_weights_everywhere_clip_by_the_norm_of_all_gra
     size: int, stages: int, transport: str
 ) -> None:
     place = bench("batchnorm")
-    plan = replace(place.in_layout("dp", "cdp-v1", size, stages, transport), clip="global:0.05")
+    plan = replace(place.in_layout("dp", "cdp-v1", size, stages, transport), clip=Clip.parse("global:0.05"))
     held(place, plan, "adamw")
-    assert differs(place, plan, replace(plan, clip="none"))
+    assert differs(place, plan, replace(plan, clip=NO_CLIP))
 
 
 @pytest.mark.parametrize(("layout", "name"), [("dp", "cdp-v2"), ("single", "cdp-v1"), ("mp", "cdp-v1")])
 def test_no_other_staggered_form_clips_by_that_norm(layout: str, name: str) -> None:
     place = bench("mlp")
-    plan = replace(place.in_layout(layout, name, 3, 2), clip="global:0.05")
+    plan = replace(place.in_layout(layout, name, 3, 2), clip=Clip.parse("global:0.05"))
     with pytest.raises(PlanError, match=r"clip of the plan, with layout .*got global:0\.05"):
         held(place, plan)
 

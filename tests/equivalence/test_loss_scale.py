@@ -19,10 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError, PlanError
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Named
 from roundelay.lower.channels import channels_of
+from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.stage_state import Stage
@@ -52,7 +54,7 @@ CELLS = [
 
 def half(plan: Plan, scale: str, clip: str = "none") -> Plan:
     """The plan in half precision."""
-    return replace(plan, precision="fp16", loss_scale=scale, clip=clip)
+    return replace(plan, precision="fp16", loss_scale=LossScale.parse(scale), clip=clip)
 
 
 @pytest.mark.parametrize(("model", "name", "transport", "optimizer"), CELLS)
@@ -245,7 +247,7 @@ def test_gradients_that_no_scale_makes_finite_end_the_run(rule: str) -> None:
 
 def test_only_rules_that_flush_wait_for_the_news() -> None:
     kinds = {
-        rule: {channel.kind for channel in channels_of(half(plan_of(rule, 3, 2), "dynamic"))}
+        rule: {channel.kind for channel in channels_of(read(half(plan_of(rule, 3, 2), "dynamic")))}
         for rule in ("gpipe", "1f1b", "zb-h1", "pipedream", "pipeoptim")
     }
     assert [rule for rule, found in kinds.items() if "grad-norm" in found] == ["gpipe", "1f1b", "zb-h1"]

@@ -13,9 +13,12 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from roundelay.errors import JobError, PlanError
 from roundelay.frontend.mesh import local_graph
+from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
+from roundelay.ir.sbp import parse
 from roundelay.lower.channels import channels_of, exchanges_of
+from roundelay.lower.reading import read
 from roundelay.planning.compile_stages import for_plan
 from roundelay.proof import fidelity_on_mesh
 from roundelay.proof.fidelity_on_mesh import differs_on_mesh
@@ -139,8 +142,8 @@ def train_alike(place: Bench, one: Plan, several: Plan, optimizer: Callable[...,
 def send_what_is_planned(place: Bench, plan: Plan, steps: int) -> None:
     """Counted at the transport."""
     done = trained(place, plan, partial(SGD, lr=0.1), steps)
-    channels = {channel.id: channel for channel in channels_of(plan)}
-    for number, exchange in exchanges_of(plan).items():
+    channels = {channel.id: channel for channel in channels_of(read(plan))}
+    for number, exchange in exchanges_of(read(plan)).items():
         times = steps * (plan.micro_batches if exchange.value else 1)
         holders = channels[number].sources
         for position, port in enumerate(holders):
@@ -206,16 +209,25 @@ def test_no_local_operation_is_a_distributed_tensor_s() -> None:
     [
         (lambda plan: replace(plan, compile=True), "compile of the plan, with a mesh"),
         (lambda plan: replace(plan, backward="recompute"), "backward of the plan, with a mesh"),
-        (lambda plan: replace(plan, clip="stage:1"), "clip of the plan, with a mesh"),
+        (lambda plan: replace(plan, clip=Clip.parse("stage:1")), "clip of the plan, with a mesh"),
         (lambda plan: replace(plan, mesh={"tensor": 2, "other": 1}), "one axis"),
         (lambda plan: replace(plan, mesh={"replicas": 2}), "none of which is called replicas"),
         (lambda plan: replace(plan, mesh={"tensor": 3}), "3 names, one for each place of the mesh"),
         (lambda plan: replace(plan, mesh={"tensor": 0}), "a number of workers from 1"),
-        (lambda plan: replace(plan, parameters={"nobody": (("tensor", "S(0)"),)}), "no parameter of this name"),
-        (lambda plan: replace(plan, parameters={"*": (("rows", "S(0)"),)}), "each at most once, of the mesh: tensor"),
-        (lambda plan: replace(plan, parameters={"*": (("tensor", "B"), ("tensor", "B"))}), "each at most once"),
-        (lambda plan: replace(plan, parameters={"*": (("tensor", "T(0)"),)}), "S(DIM)"),
-        (lambda plan: replace(plan, parameters={"*": (("tensor", "S(3)"),)}), "a split of one of its dimensions"),
+        (lambda plan: replace(plan, parameters={"nobody": (("tensor", parse("S(0)")),)}), "no parameter of this name"),
+        (
+            lambda plan: replace(plan, parameters={"*": (("rows", parse("S(0)")),)}),
+            "each at most once, of the mesh: tensor",
+        ),
+        (
+            lambda plan: replace(plan, parameters={"*": (("tensor", parse("B")), ("tensor", parse("B")))}),
+            "each at most once",
+        ),
+        (lambda plan: replace(plan, parameters={"*": (("tensor", parse("T(0)")),)}), "S(DIM)"),
+        (
+            lambda plan: replace(plan, parameters={"*": (("tensor", parse("S(3)")),)}),
+            "a split of one of its dimensions",
+        ),
         (lambda plan: replace(plan, exchanges=plan.exchanges[1:]), "exchanges[0] of the plan"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
 import roundelay
-from roundelay.compare.comparison_table import Aims, table
+from roundelay.comparison.comparison_table import Aims, table
 from roundelay.errors import JobError
 from roundelay.job import Job, Named
 from roundelay.runtime import handlers

@@ -16,6 +16,7 @@ import roundelay
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures, Pairs
 from roundelay.ir.plan import Plan
+from roundelay.ir.sbp import parse
 from roundelay.planning.planning import plan as planned
 from roundelay.proof import fidelity_on_mesh
 from roundelay.proof.fidelity_on_mesh import differs_on_mesh
@@ -24,8 +25,8 @@ from tests.equivalence.test_mesh import held, send_what_is_planned, train_alike
 from tests.zoo.entry import Entry
 
 CLASSES, SIDE, ROWS = 7, 6, 10
-HEAD = {"head.weight": (("devices", "S(0)"),)}
-ROWS_SPLIT = {"backbone.*": (("devices", "S(0)"),)}
+HEAD = {"head.weight": (("devices", parse("S(0)")),)}
+ROWS_SPLIT = {"backbone.*": (("devices", parse("S(0)")),)}
 
 
 class Flat(nn.Module):
@@ -167,14 +168,14 @@ def test_a_stage_that_begins_with_a_boxing_is_compared_with_plain_pytorch_too() 
 
 def test_the_longest_pattern_wins() -> None:
     """The features are computed whole, of what is gathered before."""
-    plan = split(place_of(), outputs=ROWS_SPLIT | {"backbone.4": (("devices", "B"),)})
+    plan = split(place_of(), outputs=ROWS_SPLIT | {"backbone.4": (("devices", parse("B")),)})
     assert boxes(plan)[0] == ("boxed", "reshape_box", "all-gather(1)")
     held(place_of(), plan)
 
 
 def test_a_pattern_gives_what_it_can() -> None:
     """The loss cannot be split by rows, as it has none; and a mean of what is split is that of all."""
-    plan = split(place_of(), parameters={}, outputs={"*": (("devices", "S(0)"),)})
+    plan = split(place_of(), parameters={}, outputs={"*": (("devices", parse("S(0)")),)})
     assert boxes(plan)[0][1:] == ("linear_1_box", "all-gather(1)")
     held(place_of(), plan)
 
@@ -191,8 +192,8 @@ def test_one_of_several_results_has_no_signature_of_its_own() -> None:
     torch.manual_seed(0)
     place = Bench(ENTRY, Halved(), drawn(0, 3))
     with pytest.raises(PlanError, match=r"'getitem': got S\(0\) for one of an operation's several results"):
-        split(place, outputs={"getitem": (("devices", "S(0)"),)})
-    held(place, split(place, outputs={"*": (("devices", "S(0)"),)}), steps=3)
+        split(place, outputs={"getitem": (("devices", parse("S(0)")),)})
+    held(place, split(place, outputs={"*": (("devices", parse("S(0)")),)}), steps=3)
 
 
 class Largest(Recogniser):
@@ -215,12 +216,18 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ({"nobody": (("devices", "S(0)"),)}, "no module or operation of this name"),
-        ({"view": (("devices", "S(2/0)"),)}, "S(DIM/BLOCKS)"),
-        ({"head": (("devices", "S(1)"),)}, "result of operation 'linear_1': got S(1); expected one that it can"),
-        ({"backbone": (("rows", "S(0)"),)}, "each at most once, of the mesh: devices"),
-        ({"backbone": (("devices", "S(4)"),)}, "result of operation 'linear': got S(4); expected one that it can"),
-        ({"backbone.1": (("devices", "S(1)"),)}, "result of operation 'group_norm': got S(1); expected one that it"),
+        ({"nobody": (("devices", parse("S(0)")),)}, "no module or operation of this name"),
+        ({"view": (("devices", parse("S(2/0)")),)}, "S(DIM/BLOCKS)"),
+        ({"head": (("devices", parse("S(1)")),)}, "result of operation 'linear_1': got S(1); expected one that it can"),
+        ({"backbone": (("rows", parse("S(0)")),)}, "each at most once, of the mesh: devices"),
+        (
+            {"backbone": (("devices", parse("S(4)")),)},
+            "result of operation 'linear': got S(4); expected one that it can",
+        ),
+        (
+            {"backbone.1": (("devices", parse("S(1)")),)},
+            "result of operation 'group_norm': got S(1); expected one that it",
+        ),
     ],
 )
 def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Pairs], message: str) -> None:
@@ -254,7 +261,7 @@ class Looked(Recogniser):
 def test_what_needs_the_whole_of_what_varies_gathers_it(pattern: str, model: type[Recogniser]) -> None:
     torch.manual_seed(0)
     place = Bench(ENTRY, model(), [*drawn(0, 2), *drawn(1, 1, 2), *drawn(2, 1, 1)])
-    plan = split(place, 3, outputs={pattern: (("devices", "S(0)"),)})
+    plan = split(place, 3, outputs={pattern: (("devices", parse("S(0)")),)})
     assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
     held(place, plan, steps=4)
 
@@ -286,7 +293,7 @@ def wide_and_deep(seed: int) -> nn.Module:
 
 
 TABLED = Entry("wide_and_deep", wide_and_deep, clicks, lambda loss, batch: loss, lambda batch: (batch, {}))
-DEEP_BY_ROWS = {"deep.*": (("devices", "S(0)"),)}
+DEEP_BY_ROWS = {"deep.*": (("devices", parse("S(0)")),)}
 
 
 @pytest.mark.parametrize(
@@ -307,5 +314,5 @@ def test_what_a_split_table_gives_goes_to_rows(signature: str, phases: list[str]
 @pytest.mark.parametrize("rule", ["pipedream", "pipeoptim"])
 def test_splits_become_others_under_every_rule(rule: str) -> None:
     place = Bench(TABLED, None, clicks(0, 4))
-    plan = split(place, 2, {"table.weight": (("devices", "S(1)"),)}, DEEP_BY_ROWS, rule=rule, workers=2)
+    plan = split(place, 2, {"table.weight": (("devices", parse("S(1)")),)}, DEEP_BY_ROWS, rule=rule, workers=2)
     held(place, plan)

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 import roundelay
 from roundelay.errors import CaptureError, PlanError
 from roundelay.frontend import RngKey
+from roundelay.ir.clip import Clip
 from roundelay.job import Named
 from roundelay.lower.partition import partition
 from roundelay.planner.prove_plan import prove
@@ -42,7 +43,7 @@ CELLS = [
 @pytest.mark.parametrize(("model", "name", "transport"), CELLS)
 def test_a_run_in_bfloat16_equals_its_reference(model: str, name: str, transport: str) -> None:
     place = bench(model)
-    plan = replace(place.plan(VARIANTS[name], 3, 2, transport), precision="bf16", clip="previous:1")
+    plan = replace(place.plan(VARIANTS[name], 3, 2, transport), precision="bf16", clip=Clip.parse("previous:1"))
     found = place.verify(plan, place.job(MOMENTUM))
     assert found.equal, found.difference
 

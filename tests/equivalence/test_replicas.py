@@ -14,9 +14,11 @@ from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundelay.errors import PlanError, UsageError
+from roundelay.ir.exchange import Phase
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.channels import channels_of
+from roundelay.lower.reading import read
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
 from roundelay.session.training import Length, Session, Trained
 from tests.equivalence.cells import VARIANTS, Bench, allowed, bench
@@ -239,7 +241,7 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, stages:
     plan = plan_of(place, "1f1b", stages, 1, replicas, transport)
     done = trained(place, plan, partial(SGD, lr=0.1), steps)
     planned = {exchange.stage: exchange for exchange in plan.exchanges}
-    for channel in channels_of(plan):
+    for channel in channels_of(read(plan)):
         if channel.kind != "weight-gradient":
             continue
         for position, port in enumerate(channel.sources):
@@ -293,12 +295,14 @@ def test_stages_of_several_replicas_on_one_worker_are_refused() -> None:
         ),
         (
             lambda plan: replace(
-                plan, exchanges=(replace(plan.exchanges[0], phases=("all-gather(0)",)), plan.exchanges[1])
+                plan, exchanges=(replace(plan.exchanges[0], phases=(Phase.parse("all-gather(0)"),)), plan.exchanges[1])
             ),
             "reduce-scatter",
         ),
         (
-            lambda plan: replace(plan, exchanges=(replace(plan.exchanges[0], phases=("ring",)), plan.exchanges[1])),
+            lambda plan: replace(
+                plan, exchanges=(replace(plan.exchanges[0], phases=(Phase.parse("ring"),)), plan.exchanges[1])
+            ),
             "reduce-scatter",
         ),
         (lambda plan: replace(plan, replicas=0), "at least 1"),

@@ -18,7 +18,8 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.rule import register_rule, rule_named, rules
 from roundelay.job import Named
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.runtime import predicted_weights
 from roundelay.runtime.handlers import Context, do_forward
@@ -65,9 +66,9 @@ def test_cdp_v1_and_2bw_are_one_rule(optimizer: Made) -> None:
 def test_the_second_rule_of_cdp_reads_what_1f1b_has(size: int) -> None:
     """i + j >= N + 1 is floor(max(0, g - lag) / N), with as many micro-batches as stages."""
     plan = plan_of("cdp-v2", size, size)
-    run = simulate(plan, programs_of(plan), stream([size] * 6))
-    read = {(i.worker, i.g): i.reads for i in run.intervals if i.opcode == "forward"}
-    assert read == {(k, g): max(0, g - (size - 1 - k)) // size for k in range(size) for g in range(6 * size)}
+    run = simulate(plan, emit(read(plan)), stream([size] * 6))
+    versions = {(i.worker, i.g): i.reads for i in run.intervals if i.opcode == "forward"}
+    assert versions == {(k, g): max(0, g - (size - 1 - k)) // size for k in range(size) for g in range(6 * size)}
     assert same(trained("cdp-v2", 4, 4), trained("pipedream", 4, 4))
 
 
@@ -170,7 +171,7 @@ def test_a_rehearsal_verifies_where_it_looks_two_updates_ahead_and_with_losses_o
 @pytest.mark.parametrize("rule", ["pipedream", "pipedream-vertical", "pipedream-2bw", "cdp-v2", "async", "spectrain"])
 def test_as_many_versions_are_held_as_the_rule_needs(rule: str) -> None:
     plan = plan_of(rule, 4, 4 if rule_named(rule).versions == "table" else 1)
-    held = [w.versions_held_peak for w in simulate(plan, programs_of(plan), stream([plan.micro_batches] * 9)).workers]
+    held = [w.versions_held_peak for w in simulate(plan, emit(read(plan)), stream([plan.micro_batches] * 9)).workers]
     expected = {
         "pipedream": [4, 3, 2, 1],
         "pipedream-vertical": [4, 4, 4, 4],
@@ -235,5 +236,5 @@ def test_a_running_stage_holds_as_many_predictions_as_the_simulator_counts(
     job = place.job(MOMENTUM)
     plan = place.plan(VARIANTS[name], 4, micro_batches)
     Session(job, place.captured, plan, 0, Length(steps=9)).run(notify=lambda event: None)
-    held = [w.versions_held_peak for w in simulate(plan, programs_of(plan), stream([plan.micro_batches] * 9)).workers]
+    held = [w.versions_held_peak for w in simulate(plan, emit(read(plan)), stream([plan.micro_batches] * 9)).workers]
     assert sorted(most.values()) == sorted(versions - 1 for versions in held if versions > 1)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import AdamW
 
 from roundelay.ir.plan import Plan
+from roundelay.ir.sbp import parse
 from roundelay.lower import megatron
 from roundelay.planning.planning import plan as planned
 from roundelay.proof import fidelity_on_mesh
@@ -49,7 +50,7 @@ def test_tables_are_split_by_rows_and_scores_never_move(model: str) -> None:
     plan = place.on_mesh("1f1b", 1, 1, 2)
     assert len(tables_of(place)) == (2 if model == "llama" else 1)
     for name in tables_of(place):
-        assert plan.parameters[name] == (("tensor", "S(0)"),)
+        assert plan.parameters[name] == (("tensor", parse("S(0)")),)
     of_loss = [e for e in plan.exchanges if e.value.startswith("cross_entropy_loss")]
     assert [e.kind for e in of_loss] == ["boxed"] * 3
     assert [e.phases[0] for e in of_loss] == ["reduce-scatter-max(0)", "reduce-scatter(0)", "reduce-scatter(0)"]

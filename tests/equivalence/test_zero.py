@@ -15,9 +15,11 @@ from torch.optim import SGD, Adafactor, AdamW
 from roundelay.api.recorded_training import train
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
+from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
-from roundelay.ir.sbp import Split
+from roundelay.ir.sbp import Split, parse
 from roundelay.lower.channels import channels_of, exchanges_of
+from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planning.planning import plan as planned
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
@@ -114,13 +116,13 @@ def test_it_trains_after_a_full_check() -> None:
 def test_a_stage_that_goes_on_before_it_has_gathered_its_weights_is_refused() -> None:
     plan = split(bench("mlp"), "1f1b", 1, 2)
     fired = fired_in(plan, [2, 2])
-    check_run(plan, [2, 2], fired)
+    check_run(read(plan), [2, 2], fired)
     opcodes = [f.opcode for f in fired[1]]
     at = opcodes.index("update")
     assert opcodes[at + 1 : at + 3] == ["box", "unbox"]
     late = [*fired[1][: at + 1], *fired[1][at + 3 : at + 4], *fired[1][at + 1 : at + 3], *fired[1][at + 4 :]]
     with pytest.raises(PlanError, match="no box of updated weights before it"):
-        check_run(plan, [2, 2], [fired[0], late])
+        check_run(read(plan), [2, 2], [fired[0], late])
 
 
 def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any() -> None:
@@ -155,9 +157,9 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str) -> None
     place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, 3))
     plan = split(place, "1f1b", 1, 3, transport=transport)
     done = trained(place, plan, partial(SGD, lr=0.1), 3)
-    channels = {channel.id: channel for channel in channels_of(plan)}
+    channels = {channel.id: channel for channel in channels_of(read(plan))}
     kinds = set()
-    for number, exchange in exchanges_of(plan).items():
+    for number, exchange in exchanges_of(read(plan)).items():
         holders = channels[number].sources
         kinds.add((exchange.kind, exchange.phases))
         for position, port in enumerate(holders):
@@ -232,10 +234,13 @@ def test_each_replica_writes_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: replace(plan, clip="stage:1"), "clip of the plan, with split states"),
-        (lambda plan: replace(plan, states={"nobody": (("replicas", "S(0)"),)}), "no parameter of this name"),
-        (lambda plan: replace(plan, states={"*": (("rows", "S(0)"),)}), "each at most once, of the mesh: replicas"),
-        (lambda plan: replace(plan, states={"*": (("replicas", "S(3)"),)}), "a split of one of its dimensions"),
+        (lambda plan: replace(plan, clip=Clip.parse("stage:1")), "clip of the plan, with split states"),
+        (lambda plan: replace(plan, states={"nobody": (("replicas", parse("S(0)")),)}), "no parameter of this name"),
+        (
+            lambda plan: replace(plan, states={"*": (("rows", parse("S(0)")),)}),
+            "each at most once, of the mesh: replicas",
+        ),
+        (lambda plan: replace(plan, states={"*": (("replicas", parse("S(3)")),)}), "a split of one of its dimensions"),
         (lambda plan: replace(plan, states={}), "exchanges of the plan"),
     ],
 )

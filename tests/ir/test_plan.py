@@ -10,13 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import FORMAT, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import ExchangePlan, Phase
+from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.sbp import P_MAX, B, P, Split
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, plan_of, plans
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
 INTS = st.integers(0, 2**63)
+CLIPS = st.just(Clip()) | st.builds(
+    Clip,
+    st.sampled_from(["stage", "previous", "global"]),
+    st.floats(min_value=0.0, exclude_min=True, allow_nan=False, allow_infinity=False),
+)
+POWERS = st.integers(0, 40).map(lambda exponent: 2.0**exponent)
+SCALES = st.just(LossScale()) | st.builds(LossScale, POWERS, st.integers(0, 10**13 - 1))
+SPLITS = st.builds(Split, st.integers(0, 9), st.integers(1, 9), st.integers(1, 9))
+LAYS = st.lists(st.tuples(TEXTS, SPLITS | st.sampled_from([B, P, P_MAX])), max_size=2).map(tuple)
+DIMS = st.integers(0, 9)
+PHASES = (
+    st.builds(Phase, DIMS, st.none(), st.sampled_from(["sum", "max"]))
+    | st.builds(Phase, st.none(), DIMS)
+    | st.builds(Phase, DIMS, DIMS)
+)
 WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS, threads=INTS)
 STAGES = st.builds(
     StagePlan,
@@ -37,7 +56,7 @@ EXCHANGES = st.builds(
     ExchangePlan,
     stage=INTS,
     kind=TEXTS,
-    phases=st.lists(TEXTS, max_size=2).map(tuple),
+    phases=st.lists(PHASES, max_size=2).map(tuple),
     dtypes=st.lists(TEXTS, max_size=2).map(tuple),
     axis=TEXTS,
     value=TEXTS,
@@ -54,12 +73,14 @@ PLANS = st.builds(
     predictor=TEXTS,
     backward=TEXTS,
     recompute=st.lists(TEXTS, max_size=3).map(tuple),
+    clip=CLIPS,
+    loss_scale=SCALES,
     ema=FLOATS,
     replicas=INTS,
     mesh=st.dictionaries(TEXTS, INTS, max_size=2),
-    parameters=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
-    states=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
-    outputs=st.dictionaries(TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2).map(tuple), max_size=2),
+    parameters=st.dictionaries(TEXTS, LAYS, max_size=2),
+    states=st.dictionaries(TEXTS, LAYS, max_size=2),
+    outputs=st.dictionaries(TEXTS, LAYS, max_size=2),
     micro_batches=INTS,
     transport=TEXTS,
     deadline_s=FLOATS,

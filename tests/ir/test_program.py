@@ -13,6 +13,7 @@ from roundelay.ir.exchange import all_gather, all_reduce, all_to_all
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Instruction, Port, Program
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from tests.ir.garbled import garbled
 from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
@@ -53,7 +54,7 @@ PROGRAMS = st.builds(
     channels=st.lists(CHANNELS, max_size=3).map(tuple),
     body=st.lists(INSTRUCTIONS, max_size=4).map(tuple),
 )
-TEXT = str(emit(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)], backward="recompute"))[0])
+TEXT = str(emit(read(plan_of("pipeoptim", 3, 2, skips=[edge_of(0, 2, gradient=False)], backward="recompute")))[0])
 LINES = TEXT.splitlines()
 
 
@@ -67,14 +68,14 @@ def test_a_program_is_read_as_it_is_printed(program: Program) -> None:
 @pytest.mark.parametrize("num_stages", range(1, 7))
 def test_an_emitted_program_is_read_as_it_is_printed(rule: str, num_stages: int) -> None:
     for micro_batches in range(1, 6):
-        programs = emit(plan_of(rule, num_stages, micro_batches))
+        programs = emit(read(plan_of(rule, num_stages, micro_batches)))
         assert [Program.parse(str(program)) for program in programs] == list(programs)
 
 
 @FEW
 @given(plans())
 def test_an_emitted_program_with_skipping_edges_is_read_as_it_is_printed(plan: Plan) -> None:
-    programs = emit(plan)
+    programs = emit(read(plan))
     assert [Program.parse(str(program)) for program in programs] == list(programs)
 
 

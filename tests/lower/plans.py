@@ -9,9 +9,15 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from roundelay.ir.exchange import all_reduce
-from roundelay.ir.plan import FORMAT, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.clip import NO_CLIP
+from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.loss_scale import NO_SCALE
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.ir.work import Work
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.work import works_of
 from roundelay.schedules import schedule_named
 
 ASYNCHRONOUS = ("pipedream", "pipeoptim", "pipedream-vertical", "spectrain", "async", "lookahead")
@@ -20,7 +26,7 @@ RULES = ("gpipe", "1f1b", "zb-h1", *ASYNCHRONOUS)
 #: For tests whose every example is a run of its own.
 FEW = settings(max_examples=25)
 
-PHASES = tuple(map(str, all_reduce()))
+PHASES = all_reduce()
 OF_WEIGHTS: dict[str, Any] = {
     "stage": 0,
     "kind": "weight-gradient",
@@ -69,8 +75,8 @@ def plan_of(
         "recompute": (),
         "compile": False,
         "precision": "fp32",
-        "loss_scale": "none",
-        "clip": "none",
+        "loss_scale": NO_SCALE,
+        "clip": NO_CLIP,
         "ema": 0.0,
         "deterministic": False,
         "replicas": 1,
@@ -93,6 +99,12 @@ def plan_of(
         "exchanges": (),
     }
     return Plan(**{**fields, **changes})
+
+
+def works(plan: Plan) -> tuple[Work, ...]:
+    """What each worker of the plan is sent."""
+    reading = read(plan)
+    return works_of(reading, emit(reading))
 
 
 def replicated(plan: Plan, replicas: int) -> Plan:

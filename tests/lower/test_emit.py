@@ -10,8 +10,9 @@ from hypothesis import given
 from roundelay.errors import PlanError
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Port
-from roundelay.lower.channels import channels_of, schedule_of
+from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from tests.lower.plans import FEW, RULES, edge_of, plan_of, plans
 
 FIRST, SECOND, THIRD = Port(0, 0), Port(1, 1), Port(2, 2)
@@ -19,7 +20,7 @@ SKIP = edge_of(0, 2, slots=5, gradient=False)
 
 
 def test_every_edge_has_a_channel_forward_and_one_back_if_a_gradient_travels() -> None:
-    assert channels_of(plan_of("1f1b", 3, 4, skips=[SKIP])) == (
+    assert channels_of(read(plan_of("1f1b", 3, 4, skips=[SKIP]))) == (
         Channel(0, "forward", (FIRST,), (SECOND,), 2),
         Channel(1, "gradient", (SECOND,), (FIRST,), 2),
         Channel(2, "forward", (FIRST,), (THIRD,), 5),
@@ -29,7 +30,7 @@ def test_every_edge_has_a_channel_forward_and_one_back_if_a_gradient_travels() -
 
 
 def test_a_program_in_the_middle_takes_and_gives_on_both_sides() -> None:
-    assert str(emit(plan_of("1f1b", 3, 4))[1]).splitlines() == [
+    assert str(emit(read(plan_of("1f1b", 3, 4)))[1]).splitlines() == [
         "worker 1 of 3",
         "loop every 1 over batch",
         "tapes 2",
@@ -45,7 +46,7 @@ def test_a_program_in_the_middle_takes_and_gives_on_both_sides() -> None:
 
 
 def test_an_edge_that_skips_is_taken_where_it_ends_and_nowhere_else() -> None:
-    programs = emit(plan_of("1f1b", 3, 4, skips=[SKIP]))
+    programs = emit(read(plan_of("1f1b", 3, 4, skips=[SKIP])))
     assert [[c.id for c in program.channels] for program in programs] == [[0, 1, 2], [0, 1, 3, 4], [2, 3, 4]]
     forwards, backwards = ([p.body[-3 + i] for p in programs] for i in (0, 1))
     assert [forward.gives for forward in forwards] == [(0, 2), (3,), ()]
@@ -56,7 +57,7 @@ def test_an_edge_that_skips_is_taken_where_it_ends_and_nowhere_else() -> None:
 @FEW
 @given(plans())
 def test_only_the_first_worker_reads_and_every_body_ends_with_its_update(plan: Plan) -> None:
-    for program in emit(plan):
+    for program in emit(read(plan)):
         assert program.registers == (2 if program.worker == 0 else 0)
         opcodes = [i.opcode for i in program.body if i.opcode != "backward-weight"]
         ahead = ["read", "forward"] if program.worker == 0 else ["forward"]
@@ -66,8 +67,8 @@ def test_only_the_first_worker_reads_and_every_body_ends_with_its_update(plan: P
 @FEW
 @given(plans())
 def test_forwards_are_ahead_by_the_schedule_s_lag_and_weight_halves_late_by_its_delay(plan: Plan) -> None:
-    window = schedule_of(plan).window
-    for k, program in enumerate(emit(plan)):
+    window = read(plan).schedule.window
+    for k, program in enumerate(emit(read(plan))):
         lag = plan.micro_batches if plan.rule == "gpipe" else plan.num_stages - 1 - k
         assert (program.worker, program.num_workers, program.every) == (k, plan.num_stages, 1)
         assert (program.stages, program.over) == ((k,), window)
@@ -78,7 +79,7 @@ def test_forwards_are_ahead_by_the_schedule_s_lag_and_weight_halves_late_by_its_
 
 
 def test_a_program_of_halves_owes_as_many_as_its_stage_s_number_and_one() -> None:
-    first, middle, last = emit(plan_of("zb-h1", 3, 4))
+    first, middle, last = emit(read(plan_of("zb-h1", 3, 4)))
     assert [program.owed for program in (first, middle, last)] == [1, 2, 3]
     assert str(middle).splitlines()[8:] == [
         "body",
@@ -93,8 +94,8 @@ def test_a_program_of_halves_owes_as_many_as_its_stage_s_number_and_one() -> Non
 @FEW
 @given(plans())
 def test_every_channel_has_one_giver_and_one_taker(plan: Plan) -> None:
-    programs = emit(plan)
-    for channel in channels_of(plan):
+    programs = emit(read(plan))
+    for channel in channels_of(read(plan)):
         givers = {p.worker for p in programs for i in p.body if channel.id in i.gives}
         takers = {p.worker for p in programs for i in p.body if channel.id in i.takes}
         ends = [port.worker for port in (*channel.sources, *channel.targets)]
@@ -115,7 +116,7 @@ def test_every_channel_has_one_giver_and_one_taker(plan: Plan) -> None:
     ],
 )
 def test_the_tapes_are_the_schedule_s_memory(rule: str, micro_batches: int, tapes: list[int]) -> None:
-    assert [program.tapes for program in emit(plan_of(rule, 4, micro_batches))] == tapes
+    assert [program.tapes for program in emit(read(plan_of(rule, 4, micro_batches)))] == tapes
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_the_tapes_are_the_schedule_s_memory(rule: str, micro_batches: int, tape
 def test_a_backward_says_which_weights_it_reads_and_both_passes_say_the_mode(
     rule: str, backward: str, weights: str
 ) -> None:
-    for program in emit(plan_of(rule, 3, 2, backward=backward)):
+    for program in emit(read(plan_of(rule, 3, 2, backward=backward))):
         passes = [i for i in program.body if i.opcode in ("forward", "backward")]
         assert {i.mode for i in passes} == {backward}
         assert {i.weights for i in passes if i.opcode == "backward"} == {weights}
@@ -149,7 +150,7 @@ def test_a_backward_says_which_weights_it_reads_and_both_passes_say_the_mode(
     ],
 )
 def test_a_forward_says_how_far_it_predicts(rule: str, predictor: str, distances: list[str]) -> None:
-    programs = emit(plan_of(rule, 3, 1, predictor=predictor))
+    programs = emit(read(plan_of(rule, 3, 1, predictor=predictor)))
     forwards = [{i.distance for i in p.body if i.opcode == "forward"} for p in programs]
     assert forwards == [{text} for text in distances]
     assert {i.distance for p in programs for i in p.body if i.opcode != "forward"} == {""}
@@ -157,7 +158,7 @@ def test_a_forward_says_how_far_it_predicts(rule: str, predictor: str, distances
 
 @pytest.mark.parametrize("rule", RULES)
 def test_one_stage_alone_needs_no_channels(rule: str) -> None:
-    (program,) = emit(plan_of(rule, 1, 3))
+    (program,) = emit(read(plan_of(rule, 1, 3)))
     assert program.channels == ()
     assert all((i.takes, i.gives) == ((), ()) for i in program.body)
 
@@ -167,9 +168,9 @@ def test_one_stage_alone_needs_no_channels(rule: str) -> None:
 def test_times_and_bytes_change_no_program(plan: Plan) -> None:
     stages = tuple(replace(s, forward_s=9.0, tape_bytes=1) for s in plan.stages)
     slower = replace(plan, latency_s=3.0, read_s=2.0, stages=stages)
-    assert emit(slower) == emit(plan)
+    assert emit(read(slower)) == emit(read(plan))
 
 
 def test_a_plan_of_an_unknown_rule_has_no_programs() -> None:
     with pytest.raises(PlanError, match="the update rule"):
-        emit(replace(plan_of("1f1b", 2, 2), rule="2f2b"))
+        emit(read(replace(plan_of("1f1b", 2, 2), rule="2f2b")))

@@ -15,15 +15,9 @@ from roundelay.ir.plan import EdgePlan, Plan
 from roundelay.ir.stage import Partition
 from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_fit, check_plan
-from roundelay.lower.verify_schedule import (
-    Fired,
-    check_registers,
-    check_run,
-    programs_of,
-    runs_to_check,
-    updates_before,
-)
+from roundelay.lower.verify_schedule import Fired, check_registers, check_run, runs_to_check, updates_before
 from roundelay.schedules import SCHEDULES, actions
 from tests.actor.drive import World, in_turn
 from tests.lower.graphs import chain_of
@@ -58,8 +52,7 @@ def fired_in(plan: Plan, counts: list[int]) -> list[list[Fired]]:
 @FEW
 @given(plans())
 def test_a_plan_of_any_rule_and_size_is_accepted(plan: Plan) -> None:
-    check_plan(plan)
-    assert programs_of(plan) == emit(plan)
+    assert emit(check_plan(plan)) == emit(read(plan))
 
 
 @pytest.mark.parametrize("predictor", ["improved", "paper", "released-code"])
@@ -85,14 +78,14 @@ def test_pipeoptim_has_three_predictors_and_three_modes(predictor: str, backward
 )
 def test_a_field_that_no_run_could_obey_is_refused_by_name(rule: str, field: str, wrong: Any) -> None:
     with pytest.raises(PlanError) as refusal:
-        programs_of(replace(plan_of(rule, 2, 2), **{field: wrong}))
+        check_plan(replace(plan_of(rule, 2, 2), **{field: wrong}))
     assert refusal.value.subject == f"{field} of the plan"
     assert str(wrong) in refusal.value.got
 
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(PlanError, match="the update rule"):
-        programs_of(replace(plan_of("1f1b", 2, 2), rule="2f2b"))
+        check_plan(replace(plan_of("1f1b", 2, 2), rule="2f2b"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +148,7 @@ def test_a_plan_with_other_edges_than_its_cuts_need_does_not_fit(edges: tuple[Ed
 @given(JOBS)
 def test_what_the_machines_do_is_what_the_rule_says(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
-    check_run(plan, counts, fired_in(plan, counts))
+    check_run(read(plan), counts, fired_in(plan, counts))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -166,7 +159,7 @@ def test_a_stage_s_actions_in_another_order_are_refused(rule: str) -> None:
     for i in range(len(mine) - 1):
         swapped = [*mine[:i], mine[i + 1], mine[i], *mine[i + 2 :]]
         with pytest.raises(PlanError, match=rf"worker 1, action {i}"):
-            check_run(plan, [2, 2], [fired[0], swapped, fired[2]])
+            check_run(read(plan), [2, 2], [fired[0], swapped, fired[2]])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -175,9 +168,9 @@ def test_an_action_too_few_or_too_many_is_refused(rule: str) -> None:
     fired = fired_in(plan, [2])
     end = len(fired[1]) - 1
     with pytest.raises(PlanError, match=f"worker 1, action {end}: got the end; expected 1U0"):
-        check_run(plan, [2], [fired[0], fired[1][:-1]])
+        check_run(read(plan), [2], [fired[0], fired[1][:-1]])
     with pytest.raises(PlanError, match=f"worker 1, action {end + 1}: got 1U0; expected the end"):
-        check_run(plan, [2], [fired[0], [*fired[1], fired[1][-1]]])
+        check_run(read(plan), [2], [fired[0], [*fired[1], fired[1][-1]]])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -189,7 +182,7 @@ def test_a_version_other_than_the_rule_s_is_refused_with_its_micro_batch(rule: s
     at = next(i for i, f in enumerate(fired[1]) if (f.opcode, f.g) == (opcode, 3))
     fired[1][at] = replace(fired[1][at], version=fired[1][at].version + wrong)
     with pytest.raises(PlanError, match=f"stage 1, {opcode} of micro-batch 3: got version {fired[1][at].version}"):
-        check_run(plan, counts, fired)
+        check_run(read(plan), counts, fired)
 
 
 @FEW
@@ -213,7 +206,7 @@ def test_updates_before_a_forward_are_those_in_the_schedule(
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 def test_the_runs_to_prove_end_everywhere_and_hold_short_batches(num_stages: int, micro_batches: int) -> None:
     """In any place of a batch, with the pipeline half full, just full, and full for a while."""
-    runs = runs_to_check(plan_of("pipedream", num_stages, micro_batches))
+    runs = runs_to_check(read(plan_of("pipedream", num_stages, micro_batches)))
     totals = {sum(counts) for counts in runs}
     assert set(range(1, num_stages * micro_batches + 1)) <= totals
     assert max(totals) > 2 * num_stages * micro_batches - micro_batches
@@ -225,7 +218,7 @@ def test_the_runs_to_prove_end_everywhere_and_hold_short_batches(num_stages: int
 
 
 def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
-    programs = emit(plan_of("1f1b", 2, 4))
+    programs = emit(read(plan_of("1f1b", 2, 4)))
     check_registers(programs, [2, 1], [0, 0], [{1: 2}, {0: 2}], [2, 0])
 
 
@@ -240,7 +233,7 @@ def test_as_many_tapes_and_messages_as_there_is_room_for_are_allowed() -> None:
 )
 def test_a_register_that_overflows_is_refused(tapes: list[int], unread: list[dict[int, int]], where: str) -> None:
     with pytest.raises(PlanError, match=where):
-        check_registers(emit(plan_of("1f1b", 2, 4)), tapes, [0, 0], unread, [2, 0])
+        check_registers(emit(read(plan_of("1f1b", 2, 4))), tapes, [0, 0], unread, [2, 0])
 
 
 @pytest.mark.parametrize(
@@ -249,11 +242,11 @@ def test_a_register_that_overflows_is_refused(tapes: list[int], unread: list[dic
 )
 def test_no_worker_holds_more_batches_than_it_has_registers(data: list[int], where: str) -> None:
     with pytest.raises(PlanError, match=f"registers of {where}"):
-        check_registers(emit(plan_of("1f1b", 2, 4)), [2, 1], [0, 0], [{1: 2}, {0: 2}], data)
+        check_registers(emit(read(plan_of("1f1b", 2, 4))), [2, 1], [0, 0], [{1: 2}, {0: 2}], data)
 
 
 def test_no_more_backwards_may_wait_for_their_second_half_than_the_program_says() -> None:
-    programs = emit(plan_of("zb-h1", 2, 4))
+    programs = emit(read(plan_of("zb-h1", 2, 4)))
     check_registers(programs, [2, 1], [1, 2], [{1: 2}, {0: 2}], [2, 0])
     with pytest.raises(PlanError, match="worker 1 whose second half is pending: got 3; expected at most 2"):
         check_registers(programs, [2, 1], [1, 3], [{1: 2}, {0: 2}], [2, 0])
@@ -269,16 +262,16 @@ def test_what_halves_cannot_do_is_refused(rule: str) -> None:
 def test_the_norm_of_gradients_that_are_not_whole_is_refused() -> None:
     plan, counts = plan_of("zb-h1", 2, 3, clip="previous:1.0"), [3, 1]
     done = fired_in(plan, counts)
-    check_run(plan, counts, done)
+    check_run(read(plan), counts, done)
     acts = [(f.opcode, f.g) for f in done[1]]
     assert acts[-3:] == [("backward-weight", 3), ("grad-norm-sq", 3), ("update", 3)]
     early, late = [*done[1][:-3], done[1][-2], done[1][-3], done[1][-1]], [*done[1][:-2], done[1][-1], done[1][-2]]
     with pytest.raises(PlanError, match="stage 1, grad-norm-sq after micro-batch 3: got no backward-weight"):
-        check_run(plan, counts, [done[0], early])
+        check_run(read(plan), counts, [done[0], early])
     with pytest.raises(
         PlanError, match="stage 1, update after micro-batch 3: got no grad-norm-sq of that micro-batch before it"
     ):
-        check_run(plan, counts, [done[0], late])
+        check_run(read(plan), counts, [done[0], late])
 
 
 def test_two_workers_of_one_name_are_refused() -> None:

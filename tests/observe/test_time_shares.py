@@ -15,6 +15,7 @@ from roundelay.ir.plan import EdgePlan, Plan
 from roundelay.ir.program import Channel, Port
 from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.observe.time_shares import Shares, gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
 from roundelay.simulator import simulate
@@ -59,7 +60,7 @@ def shares(spans: list[Span], channels: Sequence[Channel], num_workers: int) -> 
 
 def simulated(plan: Plan, counts: list[int]) -> list[Span]:
     """A simulated run as spans."""
-    return simulate(plan, emit(plan), stream(counts)).spans()
+    return simulate(plan, emit(read(plan)), stream(counts)).spans()
 
 
 #: Two stages, one micro-batch: each message takes a second, and worker 0 dawdles half a second before its update.
@@ -129,8 +130,8 @@ def test_nothing_that_ran_has_no_shares() -> None:
 @given(JOBS)
 def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
-    simulation = simulate(plan, emit(plan), stream(counts))
-    found = shares(simulated(plan, counts), channels_of(plan), plan.num_stages)
+    simulation = simulate(plan, emit(read(plan)), stream(counts))
+    found = shares(simulated(plan, counts), channels_of(read(plan)), plan.num_stages)
     assert [share.wait for share in found] == pytest.approx([0.0] * len(found), abs=1e-9)
     assert sum(share.bubble or 0.0 for share in found) / len(found) == pytest.approx(simulation.bubble, abs=1e-9)
 
@@ -140,7 +141,7 @@ def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble(job: tuple[P
 def test_the_six_add_up_to_one_whatever_messages_take(job: tuple[Plan, list[int]], latency_s: float) -> None:
     plan, counts = job
     slow = replace(plan, latency_s=latency_s)
-    for share in shares(simulated(slow, counts), channels_of(slow), slow.num_stages):
+    for share in shares(simulated(slow, counts), channels_of(read(slow)), slow.num_stages):
         assert share.busy + share.data + (share.bubble or 0.0) + (share.wait or 0.0) == pytest.approx(1.0)
         assert min(share.bubble or 0.0, share.wait or 0.0) >= 0.0
 
@@ -148,7 +149,7 @@ def test_the_six_add_up_to_one_whatever_messages_take(job: tuple[Plan, list[int]
 def test_slower_messages_are_waited_for() -> None:
     """1F1B on two stages, one micro-batch: two messages on the way of a batch, each waited for by one worker."""
     plan = replace(plan_of("1f1b", 2, 1, backward="stash"), latency_s=0.5)
-    found = shares(simulated(plan, [1]), channels_of(plan), 2)
+    found = shares(simulated(plan, [1]), channels_of(read(plan)), 2)
     assert [share.wait for share in found] == pytest.approx([0.5 / 7.0, 0.5 / 7.0])
 
 

@@ -12,6 +12,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, flows_of, write_trace
 from roundelay.page.run_page import predicted_window
@@ -30,15 +31,15 @@ def plan() -> Plan:
 
 def spans(made: Plan) -> list[Span]:
     """Of a simulated run of three batches."""
-    return simulate(made, emit(made), stream([M] * 3)).spans()
+    return simulate(made, emit(read(made)), stream([M] * 3)).spans()
 
 
 def test_with_messages_that_take_no_time_all_that_is_idle_is_bubble() -> None:
     """What a stage waits for, its own worker's other stage may have made."""
     made, ran = plan(), spans(plan())
-    shares = shares_of(ran, gaps_of(ran, channels_of(made), WORKERS), WORKERS)
+    shares = shares_of(ran, gaps_of(ran, channels_of(read(made)), WORKERS), WORKERS)
     assert [share.wait for share in shares] == pytest.approx([0.0] * WORKERS)
-    bubble = simulate(made, emit(made), stream([M] * 3)).bubble
+    bubble = simulate(made, emit(read(made)), stream([M] * 3)).bubble
     assert bubble > 0.1
     assert sum(share.bubble or 0.0 for share in shares) / WORKERS == pytest.approx(bubble)
 
@@ -73,6 +74,6 @@ def test_a_page_draws_a_row_for_each_worker_and_says_which_stage() -> None:
 
 def test_a_simulation_is_told_by_worker() -> None:
     made = plan()
-    shown = simulation_json(made, simulate(made, emit(made), stream([M])))
+    shown = simulation_json(made, simulate(made, emit(read(made)), stream([M])))
     assert shown["workers"] == len(shown["per_worker"]) == WORKERS
     assert [row["parameter_bytes"] for row in shown["per_worker"]] == [200] * WORKERS

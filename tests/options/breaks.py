@@ -99,7 +99,7 @@ OPTIONS = (
         "intra-op threads",
         (
             Edit("runtime/worker.py", "        use_threads(self.threads)\n        try:", "        try:"),
-            Edit("runtime/worker.py", "        use_threads(self.threads)\n        self.holder", "        self.holder"),
+            Edit("runtime/worker.py", "        use_threads(self.threads)\n        redone", "        redone"),
         ),
         (
             "tests/runtime/test_intra_op_threads.py::test_workers_of_different_numbers_of_threads_compute_what_the_reference_does",

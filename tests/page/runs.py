@@ -12,6 +12,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Span, write_trace
@@ -31,7 +32,7 @@ def planned(rule: str = "pipedream", workers: int = 3, micro_batches: int = 2) -
 
 def simulated(plan: Plan, batches: int) -> Simulation:
     """A run of the plan."""
-    return simulate(plan, emit(plan), stream([plan.micro_batches] * batches))
+    return simulate(plan, emit(read(plan)), stream([plan.micro_batches] * batches))
 
 
 def spans_of(plan: Plan, batches: int) -> list[Span]:
@@ -67,7 +68,7 @@ def finished(root: Path, updates: int = 40, *, plan: Plan | None = None, name: s
         folder.add_evaluation(t, 0, {"held_out_loss": 2.0, f"accuracy {EVIL}": t / updates})
     spans = spans_of(plan, updates)
     loads = simulated(plan, updates).loads
-    write_trace(folder.trace, spans, gaps=gaps_of(spans, channels_of(plan), plan.num_stages), loads=loads)
+    write_trace(folder.trace, spans, gaps=gaps_of(spans, channels_of(read(plan)), plan.num_stages), loads=loads)
     folder.write_summary(summary(plan, spans))
     return folder
 
@@ -81,7 +82,7 @@ def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
         "wall_s": 10.5,
         "shares": [
             share.as_json()
-            for share in shares_of(spans, gaps_of(spans, channels_of(plan), plan.num_stages), plan.num_stages)
+            for share in shares_of(spans, gaps_of(spans, channels_of(read(plan)), plan.num_stages), plan.num_stages)
         ],
         "memory": [
             {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}

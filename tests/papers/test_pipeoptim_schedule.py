@@ -14,6 +14,7 @@ import pytest
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.program import Instruction
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.simulator import Interval, Simulation, simulate
 from tests.lower.plans import plan_of
 
@@ -25,7 +26,7 @@ def run_of(rule: str, micro_batches: int = 1, batches: int = 12, predictor: str 
     """A run on four workers; PipeDream and GPipe predict nothing."""
     changes: dict[str, Any] = {"predictor": predictor} if rule == "pipeoptim" else {}
     plan = plan_of(rule, D, micro_batches, backward="stash" if rule != "pipeoptim" else "recompute", **changes)
-    return simulate(plan, emit(plan), stream([micro_batches] * batches))
+    return simulate(plan, emit(read(plan)), stream([micro_batches] * batches))
 
 
 def the(run: Simulation, worker: int, opcode: str, g: int) -> Interval:
@@ -42,7 +43,7 @@ def paper_version(interval: Interval) -> int:
 def backwards(rule: str) -> list[Instruction]:
     """Each worker's backward instruction."""
     changes: dict[str, Any] = {"predictor": "paper", "backward": "recompute"} if rule == "pipeoptim" else {}
-    return [program.body[-2] for program in emit(plan_of(rule, D, 1, **changes))]
+    return [program.body[-2] for program in emit(read(plan_of(rule, D, 1, **changes)))]
 
 
 def test_figure_1d_the_fifth_goes_forward_on_the_second_to_fifth_weights() -> None:
@@ -76,7 +77,7 @@ def test_figure_1e_the_fifth_is_predicted_by_three_two_one_and_not_at_all() -> N
 
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_equation_4_the_version_difference_is_depth_minus_rank_minus_one(depth: int) -> None:
-    programs = emit(plan_of("pipeoptim", depth, 1, predictor="paper"))
+    programs = emit(read(plan_of("pipeoptim", depth, 1, predictor="paper")))
     assert [program.body[-3].distance for program in programs] == [str(depth - k - 1) for k in range(depth)]
 
 
@@ -130,6 +131,6 @@ def test_figure_1d_the_bubble_of_1f1b_vanishes_as_the_run_goes_on() -> None:
 def test_pipeoptim_keeps_pipedream_s_timeline() -> None:
     """Both adopt the 1F1B schedule; without repeated forwards they take the same time to the end."""
     plans = [plan_of(rule, D, 1, backward=mode) for rule, mode in (("pipedream", "stash"), ("pipeoptim", "mixed"))]
-    first, second = (simulate(plan, emit(plan), stream([1] * 12)) for plan in plans)
+    first, second = (simulate(plan, emit(read(plan)), stream([1] * 12)) for plan in plans)
     places = [[(i.worker, i.opcode, i.g, i.start_s, i.end_s) for i in run.intervals] for run in (first, second)]
     assert places[0] == places[1]

@@ -10,6 +10,7 @@ from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.simulator import simulate
 from tests.lower.plans import edge_of, plan_of
@@ -45,7 +46,7 @@ def test_the_total_is_the_sum_of_its_items() -> None:
 def test_longer_runs_hold_no_more(rule: str) -> None:
     """The peaks have been reached in the batches that are simulated."""
     plan = priced(rule, 4, 3)
-    long = simulate(plan, emit(plan), stream([3] * 40)).workers
+    long = simulate(plan, emit(read(plan)), stream([3] * 40)).workers
     told = estimate_memory(plan, [0] * 4)
     assert [(w.tapes, w.messages) for w in told] == [(w.tape_bytes_peak, w.unread_bytes_peak) for w in long]
     assert [w.versions for w in told] == [100 * (w.versions_held_peak - 1) for w in long]

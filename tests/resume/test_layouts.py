@@ -9,6 +9,7 @@ import pytest
 
 from roundelay.checkpoint.checkpoint import load
 from roundelay.cli.train_progress import _message
+from roundelay.ir.clip import Clip
 from roundelay.session.events import Drained, Event
 from roundelay.session.training import Length, Saving
 from tests.equivalence.cells import bench
@@ -19,7 +20,7 @@ STEPS = 8
 
 def trip_of(layout: str, rule: str, model: str, clip: str = "none") -> Trip:
     place = bench(model)
-    plan = replace(place.in_layout(layout, rule, 3, 3), clip=clip)
+    plan = replace(place.in_layout(layout, rule, 3, 3), clip=Clip.parse(clip))
     return Trip(place.job, place.captured, plan, Length(steps=STEPS), place.restore)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from roundelay.checkpoint.checkpoint import Checkpoint, load
+from roundelay.ir.clip import Clip
+from roundelay.ir.loss_scale import LossScale
 from roundelay.proof.reference_start import ReferenceStart
 from roundelay.proof.verifying import verify_session
 from roundelay.session.training import Length, Saving, Session, Trained
@@ -21,7 +23,9 @@ from tests.resume.test_rules import CUTS, trip
 def made(variant: str, sizes: tuple[int, int], scale: str) -> Trip:
     """A trip in half precision."""
     full = trip("batchnorm", VARIANTS[variant], sizes, "nesterov")
-    plan = dataclasses.replace(full.plan, precision="fp16", loss_scale=scale, clip="previous:0.05")
+    plan = dataclasses.replace(
+        full.plan, precision="fp16", loss_scale=LossScale.parse(scale), clip=Clip.parse("previous:0.05")
+    )
     return dataclasses.replace(full, plan=plan)
 
 
@@ -84,7 +88,7 @@ def test_without_a_piece_of_it_the_run_is_another(piece: str, tmp_path: Path, mo
 def test_with_empty_stages_it_goes_on_with_the_scale_that_it_had(variant: str, tmp_path: Path) -> None:
     place = bench("mlp")
     chosen = place.plan(VARIANTS[variant], 3, 2)
-    plan = dataclasses.replace(chosen, precision="fp16", loss_scale="dynamic:268435456:2")
+    plan = dataclasses.replace(chosen, precision="fp16", loss_scale=LossScale.parse("dynamic:268435456:2"))
     place.restore()
     whole = Session(place.job(), place.captured, plan, 0, Length(steps=4)).run(
         notify=lambda event: None, saving=Saving(path=tmp_path / "kept")

@@ -11,6 +11,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.simulator import Interval, simulate
 from tests.lower.plans import FEW, counts_for, plans
 
@@ -39,7 +40,7 @@ def test_a_machine_in_mid_flight_goes_on_as_the_whole_run_does(
     plan, counts = job
     updates = data.draw(st.integers(0, len(counts) - 1))
     first_g = sum(counts[:updates])
-    programs = emit(plan)
+    programs = emit(read(plan))
     whole = simulate(plan, programs, stream(counts))
     # each stage of a worker makes its own update
     cuts = [cut(done(whole.intervals_of(p.worker)), updates * len(p.stages), first_g) for p in programs]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from roundelay.checkpoint import checkpoint as store
 from roundelay.checkpoint.checkpoint import Manifest, load
 from roundelay.errors import UsageError
+from roundelay.ir.clip import Clip
 from roundelay.ir.rule import UpdateRule, register_rule, rules
 from roundelay.job import Job
 from roundelay.planning.planning import capture, plan
@@ -83,7 +84,7 @@ def test_the_norms_that_clip_go_on(
     variant: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trip("batchnorm", VARIANTS[variant], sizes, "sgd")
-    made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, clip="previous:0.01"))
+    made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, clip=Clip.parse("previous:0.01")))
     with every_checkpoint(monkeypatch, tmp_path):
         whole = made.whole(Saving(path=tmp_path, every=1))
     for updates in CUTS:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,11 @@ def every_rule() -> dict[str, Any]:
 def rules(transports: Sequence[str] = TRANSPORTS) -> dict[str, Any]:
     """Every rule, over these transports by turns, all in one process."""
     import roundelay
+    from roundelay.errors import PlanWarning
     from roundelay.ir.rule import rules as known
     from tests.api.jobs import make, mlp
 
+    warnings.simplefilter("ignore", PlanWarning)  # the model has a BatchNorm
     found = {}
     for number, rule in enumerate(known()):
         transport = transports[number % 2]

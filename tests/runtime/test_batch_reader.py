@@ -14,7 +14,7 @@ import torch
 
 from roundelay.errors import JobError, UserCodeError
 from roundelay.runtime.loading import loader_probe
-from roundelay.runtime.loading.batch_reader import read, read_batches
+from roundelay.runtime.loading.batch_reader import read_batches, read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.loading.loader_probe import first_batch, reading_s
 
@@ -33,7 +33,7 @@ def numbered(rows: tuple[int, ...] = (4, 4, 3)) -> Any:
 
 def headers(extent: Extent, micro_batches: int = 1, batches: Any = None) -> list[Any]:
     """(batch, epoch, ends the epoch, final, the first row) of every micro-batch."""
-    stream = read(batches or numbered(), 0, micro_batches, extent, lambda part: part)
+    stream = read_micro_batches(batches or numbered(), 0, micro_batches, extent, lambda part: part)
     return [(h.batch, h.epoch, h.ends_epoch, h.final, values["x"][0].tolist()) for ((h, values),) in stream]
 
 
@@ -100,7 +100,7 @@ def test_closing_the_stream_closes_the_loader() -> None:
         finally:
             closed.append(epoch)
 
-    stream = read(batches, 0, 1, Extent(batches=9), lambda part: part)
+    stream = read_micro_batches(batches, 0, 1, Extent(batches=9), lambda part: part)
     next(stream)
     assert not closed
     stream.close()
@@ -146,7 +146,7 @@ def test_a_loader_may_fill_its_own_array_again() -> None:
             own[:] = number
             yield {"x": torch.zeros(4, 1), "array": own}
 
-    parts = [values for ((_, values),) in read(batches, 0, 1, Extent(epochs=1), lambda part: part)]
+    parts = [values for ((_, values),) in read_micro_batches(batches, 0, 1, Extent(epochs=1), lambda part: part)]
     assert [part["array"][0, 0] for part in parts] == [0.0, 1.0, 2.0]  # type: ignore[index]
 
 
@@ -213,7 +213,9 @@ def test_the_parts_of_a_batch_are_dealt_out_in_turns(
     """Numbers and rows of each round; what lacks a part has no rows and no values."""
     whole = torch.arange(float(rows)).unsqueeze(1)
     stream = list(
-        read(lambda _: [{"x": whole}], 0, micro_batches, Extent(batches=1), lambda part: part, replicas=replicas)
+        read_micro_batches(
+            lambda _: [{"x": whole}], 0, micro_batches, Extent(batches=1), lambda part: part, replicas=replicas
+        )
     )
     assert [[(header.number, header.rows) for header, _ in turn] for turn in stream] == dealt
     assert [[header.replica for header, _ in turn] for turn in stream] == [list(range(replicas))] * len(dealt)
@@ -230,6 +232,6 @@ def test_the_parts_of_a_batch_are_dealt_out_in_turns(
 def test_numbers_go_on_where_the_batches_before_lacked_parts() -> None:
     sizes = iter([5, 1, 4])
     batches = [{"x": torch.zeros(size, 1)} for size in sizes]
-    stream = read(lambda _: batches, 0, 2, Extent(epochs=1), lambda part: part, replicas=2)
+    stream = read_micro_batches(lambda _: batches, 0, 2, Extent(epochs=1), lambda part: part, replicas=2)
     numbers = [header.number for turn in stream for header, _ in turn if header.rows]
     assert numbers == [0, 1, 2, 3, 4, 6, 7, 8, 9]

@@ -24,8 +24,9 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DeadlineError, UserCodeError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
-from roundelay.lower import emit
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower import emit as emitting
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.runtime.handlers import Context, do_forward, do_read
 from roundelay.runtime.loading import prefetch as module
 from roundelay.runtime.loading.prefetch import Registers, prefetch
@@ -233,9 +234,9 @@ def test_a_run_tells_what_was_loaded_and_keeps_to_its_registers(transport: str) 
 def test_the_program_says_how_many_registers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of them the loads and the reads take turns."""
     job = small(partial(epoch_of, 6))
-    monkeypatch.setattr(emit, "REGISTERS", 1)
+    monkeypatch.setattr(emitting, "REGISTERS", 1)
     plan = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
-    assert str(programs_of(plan)[0]).splitlines()[3] == "registers 1"
+    assert str(emit(read(plan))[0]).splitlines()[3] == "registers 1"
     done = roundelay.train(job, plan=plan, epochs=1)
     reads = [(event[5], event[6]) for event in done.events[0] if event[0] == "read"]
     assert all(a <= start < end <= b for (_, _, start, end), (a, b) in zip(done.loads[0], reads, strict=True))

@@ -55,11 +55,11 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
     return decode(header.numpy().data).data
 
 
-ON_CPU = SimpleNamespace(device="cpu")
-PLAN = SimpleNamespace(workers=(ON_CPU, ON_CPU), num_workers=2, deadline_s=10.0)
-TASK = cast(Task, SimpleNamespace(plan=PLAN))
-ON_GPUS = tuple(SimpleNamespace(device=f"cuda:{k}") for k in (0, 1))
-APART = cast(Task, SimpleNamespace(plan=SimpleNamespace(workers=ON_GPUS, num_workers=2, deadline_s=10.0)))
+ON_CPU, ON_GPUS = ("cpu", "cpu"), ("cuda:0", "cuda:1")
+TASK, APART = (
+    cast(Task, SimpleNamespace(works=(None, None), settings=SimpleNamespace(devices=devices, deadline_s=10.0)))
+    for devices in (ON_CPU, ON_GPUS)
+)
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed"])

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
-from roundelay.ir.plan import ExchangePlan
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.runtime.shared_sums import ALIGNMENT, SharedSum, Told, block_of, shared_bytes
-from tests.lower.plans import OF_WEIGHTS, plan_of, replicated
+from tests.lower.plans import OF_WEIGHTS, plan_of, replicated, works
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -87,8 +87,8 @@ def test_the_sum_is_in_the_order_of_the_holders_whatever_arrives_first(
 
 def test_the_memory_has_a_block_for_each_holder_and_one_for_the_sum() -> None:
     plan = replicated(plan_of("1f1b", 2, 1), 3)
-    assert set(shared_bytes(plan).values()) == {4 * (64 + 64)}
-    assert shared_bytes(plan_of("1f1b", 2, 1)) == {}
+    assert set(shared_bytes(works(plan)).values()) == {4 * (64 + 64)}
+    assert shared_bytes(works(plan_of("1f1b", 2, 1))) == {}
 
 
 def test_words_out_of_place_are_errors() -> None:

@@ -11,20 +11,22 @@ import torch
 
 from roundelay import Job, plan, verify
 from roundelay.errors import InternalError, PlanError
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.prove_plan import fired
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.links import SumLink
-from roundelay.runtime.sum_blocks import BLOCKS, SumBlocks, planned_sums, sum_bytes
+from roundelay.runtime.sum_blocks import BLOCKS, SumBlocks, sum_bytes
 from roundelay.session.training import Length, Session
 from roundelay.simulator import Simulation, simulate
 from roundelay.transport.endpoint import Message
 from tests.equivalence.cells import OPTIMIZERS, Bench, bench
-from tests.lower.plans import OF_WEIGHTS
+from tests.lower.plans import OF_WEIGHTS, works
 from tests.test_cyclic import form
 
 BATCHES = 14
@@ -37,7 +39,9 @@ def uneven(plan: Plan, seed: int) -> Simulation:
     slow = [chance.choice([1, 1, 30]) for _ in range(plan.num_workers)]
     late = replace(plan, latency_s=chance.choice([0.0, 1.0, 20.0]))
     headers = stream([plan.micro_batches] * BATCHES)
-    return simulate(late, emit(late), headers, vary=lambda w, _, s: s * slow[w] * chance.choice([0.01, 1, 1, 100]))
+    return simulate(
+        late, emit(read(late)), headers, vary=lambda w, _, s: s * slow[w] * chance.choice([0.01, 1, 1, 100])
+    )
 
 
 def pending(run: Simulation) -> int:
@@ -66,13 +70,13 @@ def test_all_have_updated_from_a_block_before_anyone_writes_it_again(layout: str
 
 def test_a_sum_that_began_with_an_older_update_to_make_is_no_run_of_a_plan() -> None:
     made = form("dp", "cdp-v1", 3)
-    executed = fired(simulate(made, emit(made), stream([1] * 5)))
-    check_run(made, [1] * 5, executed)
+    executed = fired(simulate(made, emit(read(made)), stream([1] * 5)))
+    check_run(read(made), [1] * 5, executed)
     at = next(i for i, one in enumerate(executed[1]) if one.opcode == "sum" and one.g == 3)
     assert executed[1][at].version == 2
     executed[1][at] = replace(executed[1][at], version=1)
     with pytest.raises(PlanError, match=r"sum of the batch of micro-batch 3: got version 1; expected version 2 or"):
-        check_run(made, [1] * 5, executed)
+        check_run(read(made), [1] * 5, executed)
 
 
 def test_fewer_blocks_would_be_written_too_early() -> None:
@@ -95,7 +99,7 @@ class Recorder:
 
 
 def test_what_lies_in_a_block_is_told_and_what_lies_elsewhere_is_sent() -> None:
-    channel = next(c for c in channels_of(form("dp", "cdp-v1", 2, 1)) if c.kind == "partial")
+    channel = next(c for c in channels_of(read(form("dp", "cdp-v1", 2, 1))) if c.kind == "partial")
     memory = torch.zeros(BLOCKS * (64 + 64), dtype=torch.uint8)
     blocks, endpoint, delivered = SumBlocks(memory, OF_STAGE), Recorder(), list[Message]()
     link = SumLink(channel, endpoint, delivered.append, blocks)  # type: ignore[arg-type]
@@ -117,11 +121,11 @@ def test_what_lies_in_a_block_is_told_and_what_lies_elsewhere_is_sent() -> None:
 def test_only_forms_that_sum_over_time_have_such_memory() -> None:
     place = bench("mlp")
     plan = place.in_layout("dp", "cdp-v1", 3, 2)
-    assert set(planned_sums(plan)) == {0, 1}
-    assert list(sum_bytes(plan).values()) == [
+    assert {own.stage for work in works(plan) for own in work.stages if own.sums >= 0} == {0, 1}
+    assert list(sum_bytes(works(plan)).values()) == [
         BLOCKS * sum(-size // 64 * -64 for size in exchange.sizes) for exchange in plan.exchanges
     ]
-    assert sum_bytes(place.in_layout("single", "cdp-v1", 3, 2)) == {}
+    assert sum_bytes(works(place.in_layout("single", "cdp-v1", 3, 2))) == {}
 
 
 @pytest.mark.parametrize("layout", ["dp", "mp"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roundelay.api.recorded_training import train
-    from roundelay.compare.comparison import compare
+    from roundelay.comparison.comparison import compare
     from roundelay.planning.cuts import default_workers
     from roundelay.planning.planning import capture, plan, simulate
     from roundelay.planning.weights_file import empty_weights, load
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Updated": "session.events",
     "capture": "planning.planning",
-    "compare": "compare.comparison",
+    "compare": "comparison.comparison",
     "default_workers": "planning.cuts",
     "empty_weights": "planning.weights_file",
     "load": "planning.weights_file",

@@ -37,7 +37,7 @@ from roundelay.checkpoint.stored_files import (
     write_manifest,
 )
 from roundelay.errors import CheckpointError, InternalError
-from roundelay.ir.plan import EMA, EVALUATED
+from roundelay.ir.averages import EMA, EVALUATED
 
 
 @dataclass(frozen=True, slots=True)

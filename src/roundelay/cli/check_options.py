@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roundelay.cli.options import Choices, CommonChoices, RunOptions, exclusive
 from roundelay.cli.registered_rules import may_register_rules
-from roundelay.compare.comparison_variants import parse_numbers, rule_of_cuts, variants
+from roundelay.comparison.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.ir.rule import rule_named, rules
 from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
 

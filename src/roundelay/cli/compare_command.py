@@ -14,7 +14,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.options import CommonChoices
 from roundelay.cli.screen import announce, plan_warnings_as_lines, show_json, stderr, stdout, table
-from roundelay.compare.comparison import (
+from roundelay.comparison.comparison import (
     Compared,
     ComparisonEvent,
     Observe,
@@ -23,9 +23,9 @@ from roundelay.compare.comparison import (
     RunStarted,
     compare,
 )
-from roundelay.compare.comparison_charts import Written, write_comparison
-from roundelay.compare.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
-from roundelay.compare.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
+from roundelay.comparison.comparison_charts import Written, write_comparison
+from roundelay.comparison.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
+from roundelay.comparison.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.errors import RunError
 from roundelay.planning.check_here import check_here
 from roundelay.planning.job_file import job_maker

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from roundelay.compare.comparison_variants import OPTIMIZERS
+from roundelay.comparison.comparison_variants import OPTIMIZERS
 
 Rules = Annotated[
     str,

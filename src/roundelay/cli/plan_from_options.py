@@ -14,14 +14,16 @@ from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
+from roundelay.ir.clip import Clip
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named, rules
 from roundelay.job import Job
 from roundelay.launching.forked_call import apart
 from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
-from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.draft_plan import parse_names
 from roundelay.planner.holder_choices import parts_of, read_signatures
 from roundelay.planning.check_here import check_here
@@ -36,7 +38,7 @@ from roundelay.runtime.device import resolve_devices
 from roundelay.runtime.loading.loader_probe import DEADLINE_S
 from roundelay.schedules import PIPELINE, schedule_named
 
-_ALWAYS = ("rule", "compile", "precision", "clip", "deterministic", "transport", "deadline_s")
+_ALWAYS = ("rule", "compile", "precision", "deterministic", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
 _LISTED = ("devices", "recompute")
 """Choices that are lists in a plan."""
@@ -164,7 +166,7 @@ def _show_plan(plan: Plan) -> None:
     if env.level() >= 1:
         stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
     if env.level() >= 3:
-        for program in programs_of(plan):
+        for program in emit(check_plan(plan)):
             stderr.print(str(program), markup=False, soft_wrap=True)
 
 
@@ -229,7 +231,9 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     dealt = _dealt_alike(plan, given)
     sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
     divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
-    kept: dict[str, Any] = sizes | dealt | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
+    kept: dict[str, Any] = (
+        sizes | dealt | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS} | {"clip": str(plan.clip)}
+    )
     if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
@@ -240,7 +244,7 @@ def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         if given.get("backward", plan.backward) == plan.backward:
             kept["recompute"] = plan.recompute
     if given.get("precision", plan.precision) == plan.precision:
-        kept["loss_scale"] = plan.loss_scale
+        kept["loss_scale"] = str(plan.loss_scale)
     if same_size and given.get("transport", plan.transport) == plan.transport:
         kept["devices"] = ",".join(worker.device for worker in plan.workers)
     if same_size and (threads := _common_threads(plan)) is not None:
@@ -263,7 +267,7 @@ def _sizes(plan: Plan) -> dict[str, Any]:
     """The choices that make the holders of stages, and what each has."""
     if plan.layout != PIPELINE:
         return {"layout": plan.layout, "stages": plan.num_stages, "micro_batches": plan.batch_parts}
-    each = plan.num_workers // (plan.replicas * plan.mesh_size)
+    each = plan.num_workers // plan.grid.size
     return {
         "workers": each,
         "data_parallel": plan.replicas,
@@ -319,6 +323,10 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
                 planned_value = tuple(worker.device for worker in plan.workers)
             case "threads":
                 planned_value = _common_threads(plan) or "several numbers"
+            case "clip":
+                wanted = Clip.parse(value)
+            case "loss_scale":
+                wanted = LossScale.parse(value)
             case "recompute":
                 wanted = parse_names(value)
             case "signatures":

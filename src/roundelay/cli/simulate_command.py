@@ -6,7 +6,8 @@ from pathlib import Path
 
 from roundelay.cli.screen import show_json, stdout
 from roundelay.cli.sim_output import show_simulation, simulation_json
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.validate_plan import check_plan
 from roundelay.observe.trace import write_trace
 from roundelay.planning.planning import read_plan, simulate
 from roundelay.schedule_grid import legend, staircase
@@ -33,7 +34,7 @@ def simulate_command(
         names = {k: "up to " + ", ".join(ends_of(plan, stages)) for k, stages in enumerate(plan.worker_stages)}
         write_trace(trace, spans, gaps=gaps_between(spans, plan), loads=simulation.loads, names=names)
     drawn = staircase(plan, min(batches, 6)) if grid else None
-    texts = [str(program) for program in programs_of(plan)] if programs else None
+    texts = [str(program) for program in emit(check_plan(plan))] if programs else None
     if as_json:
         show_json(simulation_json(plan, simulation) | {"grid": drawn, "programs": texts})
         return

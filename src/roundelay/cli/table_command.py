@@ -12,7 +12,7 @@ from roundelay.cli.screen import doing, show_json, stdout, table
 from roundelay.errors import UsageError
 
 if TYPE_CHECKING:
-    from roundelay.compare.cyclic_table import Counted
+    from roundelay.comparison.cyclic_table import Counted
 
 TABLES = ("cdp",)
 RUN_UP_TO = 4
@@ -45,7 +45,7 @@ def table_command(
         raise UsageError("the table", got=repr(paper), expected=" or ".join(TABLES), remedy="Choose one of these.")
     runs = workers <= RUN_UP_TO if run is None else run
     with doing(f"Counting the forms for N = {workers} ...", as_json):
-        counted = list(load("compare.cyclic_table").counted_table(workers, runs=runs))
+        counted = list(load("comparison.cyclic_table").counted_table(workers, runs=runs))
     if as_json:
         show_json({"table": paper, "workers": workers, "rows": [_json(one) for one in counted]})
         return

@@ -17,7 +17,6 @@ from roundelay.frontend.export.export_adapter import default_inputs
 from roundelay.frontend.export.gradient_hooks import hooks_of
 from roundelay.frontend.loss_metrics import split as split_metrics
 from roundelay.guards.cross_call_state import refuse_state, state_of
-from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import isolated
 from roundelay.reach.reachable_state import DEFAULT_GENERATORS, Change, ReachableState
@@ -195,13 +194,16 @@ def _check_calls_on(job: Job, sample: Batch, changed: Changes, *, metrics: bool)
         return state_of(job.model, lambda: both(sample)[1], other, roots) if of_loss and metrics else ""
 
 
-def check_metrics(captured: Captured, plan: Plan) -> None:
+def check_metrics(captured: Captured, callers: int) -> None:
     """Refuse a metric that depends on earlier calls of the loss, if several workers call it, each for its own rows.
+
+    Args:
+        captured: the model.
+        callers: workers that call the loss.
 
     Raises:
         JobError: naming what the metric reads.
     """
-    callers = len(plan.holders(len(plan.stages) - 1)) // plan.mesh_size
     if captured.metric_state and callers > 1:
         raise JobError(
             f"{captured.metric_state} and a metric reads",

@@ -48,9 +48,12 @@ class Clip:
         """Whether the norm of the whole model's gradient is needed."""
         return self.by in ("previous", "global")
 
+    def __str__(self) -> str:
+        return self.by if self.by == "none" else f"{self.by}:{repr(self.norm).removesuffix('.0')}"
+
     @staticmethod
     def parse(text: str) -> Clip:
-        """Parse the text of a plan.
+        """The clipping that prints as ``text``; there may be other texts of the same number.
 
         Raises:
             PlanError: the text has none of the forms above.

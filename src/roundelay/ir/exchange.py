@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
+from roundelay.ir.typed_text import Count
 
 _TEXT = re.compile(
     r"reduce-scatter(?P<max>-max)?\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
@@ -110,3 +111,63 @@ def _elements(shape: Sequence[int], splits: Sequence[int | None], holders: int, 
             start, end = bounds(shape[dim], holders)[position]
             sizes[dim] = end - start
     return math.prod(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePlan:
+    """What some holders of a stage exchange: gradients of weights once a batch, boxed values with every micro-batch.
+
+    Args:
+        stage: whose.
+        kind: of what: ``weight-gradient``, ``boxed`` or ``boxed-gradient``.
+        axis: among whom: ``replicas``, or an axis of the mesh.
+        value: name of the boxed value; empty for gradients of weights.
+        segment: number of the stage's segment after which the boxing stands.
+        phases: how; none where holders hand on sums one after another.
+        dtypes: of the tensors that are exchanged together.
+        shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.
+        unused: names of trained parameters of the stage that get no gradient.
+    """
+
+    stage: Count
+    kind: str
+    axis: str
+    value: str
+    segment: Count
+    phases: tuple[Phase, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[Count, ...], ...]
+    unused: tuple[str, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(
+            [itemsize(dtype) * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes)
+
+    def bytes_sent(self, holders: int, position: int) -> list[int]:
+        """Bytes that one holder sends in each phase.
+
+        Args:
+            holders: how many take part.
+            position: the holder's among them.
+        """
+        if not self.phases:  # each but the last sends a partial sum, and each but one the total
+            return [self.num_bytes * (position + 1 < holders), self.num_bytes * (position + 2 != holders)]
+        each = [
+            [size * count for count in elements_sent(self.phases, shape, holders, position)]
+            for size, shape in zip(map(itemsize, self.dtypes), self.shapes, strict=True)
+        ]
+        return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(self.phases)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, from torch's name of a dtype: its bits are in it."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8

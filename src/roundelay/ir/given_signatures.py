@@ -6,16 +6,13 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from roundelay.errors import PlanError
-from roundelay.ir.plan import Plan
-
-_Size = Annotated[int, msgspec.Meta(ge=1)]
-Pairs = tuple[tuple[str, str], ...]
-"""Axes and signatures, as :mod:`roundelay.ir.sbp` prints them."""
+from roundelay.ir.plan import PARSERS, Lay, Plan
+from roundelay.ir.typed_text import Size, convert
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +25,9 @@ class GivenSignatures:
         outputs: signatures of results, by name or pattern of modules and operations.
     """
 
-    mesh: Mapping[str, _Size] = field(hash=False)
-    parameters: Mapping[str, Pairs] = field(default_factory=dict, hash=False)
-    outputs: Mapping[str, Pairs] = field(default_factory=dict, hash=False)
+    mesh: Mapping[str, Size] = field(hash=False)
+    parameters: Mapping[str, Lay] = field(default_factory=dict, hash=False)
+    outputs: Mapping[str, Lay] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis} = {size}" for axis, size in self.mesh.items())
@@ -63,7 +60,7 @@ class GivenSignatures:
             raise _refused(f"the field {unknown[0]!r}" if unknown else "no `mesh`")
         own: dict[str, Any] = {name: value for name, value in table.items() if name in known}
         try:
-            return msgspec.convert(own, GivenSignatures)
+            return convert(own, GivenSignatures, PARSERS)
         except msgspec.ValidationError as error:
             raise _refused(str(error)) from error
 

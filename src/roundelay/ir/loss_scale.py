@@ -53,9 +53,15 @@ class LossScale:
         """Whether the scale changes."""
         return self.count > 0
 
+    def __str__(self) -> str:
+        if not self.dynamic:
+            return str(int(self.first)) if self.on else "none"
+        usual = (self.first, self.count) == (FIRST, COUNT)
+        return DYNAMIC + ("" if usual else f":{int(self.first)}" + (f":{self.count}" if self.count != COUNT else ""))
+
     @staticmethod
     def parse(text: str) -> LossScale:
-        """Parse the text of a plan.
+        """The scale that prints as ``text``; there may be other texts of the same scale.
 
         Raises:
             PlanError: the text has none of the forms above.

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import msgspec
 import tomli_w
 
 from roundelay.errors import PlanError, counted, listed
-from roundelay.ir.exchange import Phase, elements_sent
+from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import ExchangePlan, Phase
+from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.mesh import Mesh
+from roundelay.ir.sbp import Signature
+from roundelay.ir.sbp import parse as parse_signature
+from roundelay.ir.typed_text import Count, Number, Parsers, convert
 
 FORMAT = 8
 
@@ -26,11 +31,16 @@ _SINCE: dict[int, dict[str, Any]] = {7: {"deterministic": False}, 8: {"workers":
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
 
-REPLICAS = "replicas"
-"""The axis of the replicas, in which each has all of every tensor; the others are the mesh's."""
+Lay = tuple[tuple[str, Signature], ...]
+"""How a tensor lies on a mesh: axes and signatures; along an axis that is not named each holder has all of it."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+PARSERS: Parsers = {
+    Clip: Clip.parse,
+    LossScale: LossScale.parse,
+    Phase: Phase.parse,
+    Signature: parse_signature,
+}
+"""What stands in a plan as texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,7 @@ class WorkerPlan:
 
     name: str
     device: str
-    threads: _Count
+    threads: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +78,13 @@ class StagePlan:
 
     workers: tuple[str, ...]
     segments: tuple[str, ...]
-    forward_s: _Number
-    backward_s: _Number
-    weights_s: _Number
-    update_s: _Number
-    parameter_bytes: _Count
-    tape_bytes: _Count
-    owed_bytes: _Count
+    forward_s: Number
+    backward_s: Number
+    weights_s: Number
+    update_s: Number
+    parameter_bytes: Count
+    tape_bytes: Count
+    owed_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,67 +100,12 @@ class EdgePlan:
         gradient: whether anything travels back.
     """
 
-    source: _Count
-    target: _Count
-    slots: _Count
-    forward_bytes: _Count
-    backward_bytes: _Count
+    source: Count
+    target: Count
+    slots: Count
+    forward_bytes: Count
+    backward_bytes: Count
     gradient: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangePlan:
-    """What some holders of a stage exchange: gradients of weights once a batch, boxed values with every micro-batch.
-
-    Args:
-        stage: whose.
-        kind: of what: ``weight-gradient``, ``boxed`` or ``boxed-gradient``.
-        axis: among whom: ``replicas``, or an axis of the mesh.
-        value: name of the boxed value; empty for gradients of weights.
-        segment: number of the stage's segment after which the boxing stands.
-        phases: how, as :class:`roundelay.ir.exchange.Phase` prints; none where holders hand on sums one after another.
-        dtypes: of the tensors that are exchanged together.
-        shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.
-        unused: names of trained parameters of the stage that get no gradient.
-    """
-
-    stage: _Count
-    kind: str
-    axis: str
-    value: str
-    segment: _Count
-    phases: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[_Count, ...], ...]
-    unused: tuple[str, ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
-        return tuple(
-            [itemsize(dtype) * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(self.sizes)
-
-    def bytes_sent(self, holders: int, position: int) -> list[int]:
-        """Bytes that one holder sends in each phase.
-
-        Args:
-            holders: how many take part.
-            position: the holder's among them.
-        """
-        if not self.phases:  # each but the last sends a partial sum, and each but one the total
-            return [self.num_bytes * (position + 1 < holders), self.num_bytes * (position + 2 != holders)]
-        phases = tuple(map(Phase.parse, self.phases))
-        each = [
-            [size * count for count in elements_sent(phases, shape, holders, position)]
-            for size, shape in zip(map(itemsize, self.dtypes), self.shapes, strict=True)
-        ]
-        return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(phases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +153,7 @@ class Plan:
         exchanges: in the order of the stages.
     """
 
-    format: _Count
+    format: Count
     model: str
     rule: str
     layout: str
@@ -207,26 +162,35 @@ class Plan:
     recompute: tuple[str, ...]
     compile: bool
     precision: str
-    loss_scale: str
-    clip: str
-    ema: _Number
+    loss_scale: LossScale
+    clip: Clip
+    ema: Number
     deterministic: bool
-    replicas: _Count
-    micro_batches: _Count
-    mesh: Mapping[str, _Count] = field(hash=False)
-    parameters: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
-    outputs: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
-    states: Mapping[str, tuple[tuple[str, str], ...]] = field(hash=False)
+    replicas: Count
+    micro_batches: Count
+    mesh: Mapping[str, Count] = field(hash=False)
+    parameters: Mapping[str, Lay] = field(hash=False)
+    outputs: Mapping[str, Lay] = field(hash=False)
+    states: Mapping[str, Lay] = field(hash=False)
     transport: str
-    deadline_s: _Number
-    latency_s: _Number
-    bytes_per_s: _Number
-    read_s: _Number
-    input_bytes: _Count
+    deadline_s: Number
+    latency_s: Number
+    bytes_per_s: Number
+    read_s: Number
+    input_bytes: Count
     workers: tuple[WorkerPlan, ...]
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
     exchanges: tuple[ExchangePlan, ...]
+
+    def __post_init__(self) -> None:
+        """Parse what is given as text, so that ``dataclasses.replace(plan, clip="stage:1.0")`` makes a plan too."""
+        for name, parse in (("clip", Clip.parse), ("loss_scale", LossScale.parse)):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, parse(value))
+        for name in ("parameters", "outputs", "states"):
+            if any(isinstance(text, str) for lay in getattr(self, name).values() for _, text in lay):
+                object.__setattr__(self, name, {key: _lay(lay) for key, lay in getattr(self, name).items()})
 
     def __repr__(self) -> str:
         ends = listed([stage.segments[-1] for stage in self.stages if stage.segments])
@@ -254,6 +218,11 @@ class Plan:
     def mesh_size(self) -> int:
         """Workers of a stage in one replica."""
         return math.prod(self.mesh.values())
+
+    @property
+    def grid(self) -> Mesh:
+        """The replicas and the mesh as one: which of a stage's holders is which."""
+        return Mesh.of(self.replicas, self.mesh)
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The numbers of the workers that hold a stage, in the order of the replicas and then of the mesh.
@@ -288,7 +257,7 @@ class Plan:
         return tuple(stage for stage in range(self.num_stages) if worker in self.holders(stage))
 
     def holder_of(self, worker: int) -> int:
-        """Which of the holders of its stages a worker is: the replica's number times the mesh's size, and its place."""
+        """Which of the holders of its stages a worker is, as :attr:`grid` numbers them."""
         return next((self.holders(stage).index(worker) for stage in self.stages_of(worker)), 0)
 
     @property
@@ -315,7 +284,7 @@ class Plan:
         axes = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
         if self.replicas == 1 and not axes:
             return counted(self.num_workers, "worker")
-        each = self.num_workers // (self.replicas * self.mesh_size)
+        each = self.num_workers // self.grid.size
         parts = [f"{count} {name}" for count, name in ((self.replicas, "replicas"), (each, "stages")) if count > 1]
         return " x ".join([*parts, *axes, *(["ZeRO 1"] if self.states else [])])
 
@@ -336,7 +305,7 @@ class Plan:
                 lines += ["", f"[{title}]", *(_line(_quoted(name), pairs) for name, pairs in given.items())]
         for title, rows in parts.items():
             for row in rows:
-                lines += ["", f"[[{title}]]", *(_line(name, value) for name, value in asdict(row).items())]
+                lines += ["", f"[[{title}]]", *(_line(f.name, getattr(row, f.name)) for f in fields(row))]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -369,9 +338,14 @@ class Plan:
                         remedy="Write a new plan with `roundelay plan JOB.py`, or correct this line.",
                     )
         try:
-            return msgspec.convert(table, Plan)
+            return convert(table, Plan, PARSERS)
         except msgspec.ValidationError as error:
             raise _wrong_value(table, str(error)) from error
+
+
+def _lay(pairs: Lay) -> Lay:
+    """Pairs of axes and signatures, of which some are texts."""
+    return tuple([(axis, parse_signature(str(signature))) for axis, signature in pairs])
 
 
 def _upgrade(table: dict[str, Any]) -> None:
@@ -392,22 +366,17 @@ def _rows(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes of an element, from torch's name of a dtype: its bits are in it."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else int(bits[0]) // 8
-
-
 _TABLES: dict[str, type] = {"workers": WorkerPlan, "stages": StagePlan, "edges": EdgePlan, "exchanges": ExchangePlan}
 
 
 def _line(name: str, value: Any) -> str:
-    """A field as a line of TOML; lists and tables stay on one line."""
+    """A field as a line of TOML; lists and tables stay on one line, and what TOML does not know is its text."""
     if isinstance(value, dict):
         inside = [_line(tomli_w.dumps({key: 0}).rpartition(" = ")[0], item) for key, item in value.items()]
         return f"{name} = {{ {', '.join(inside)} }}" if inside else f"{name} = {{}}"
     if isinstance(value, tuple):
         return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
+    value = value if isinstance(value, str | int | float) else str(value)
     return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)
 
 
@@ -455,28 +424,3 @@ def _unreadable(why: str) -> PlanError:
         expected="TOML as `roundelay plan` writes it",
         remedy="Correct the text, or write a new plan with `roundelay plan`.",
     )
-
-
-NO_EMA = 0.0
-"""What a plan says where no average is kept."""
-
-EMA = "roundelay.ema"
-"""A parameter's exponential moving average, among the entries of its optimizer state in a snapshot or checkpoint."""
-
-EVALUATED = "roundelay.eval"
-"""A parameter as the optimizer's own ``eval()`` makes it (schedule-free optimizers), likewise."""
-
-
-def check_ema(decay: float) -> None:
-    """Refuse a decay that averages nothing.
-
-    Raises:
-        PlanError: it is not in [0, 1).
-    """
-    if not 0.0 <= decay < 1.0:
-        raise PlanError(
-            "ema of the plan",
-            got=f"{decay:g}",
-            expected="a decay from 0 (no average) to less than 1, such as 0.999",
-            remedy="Correct --ema, Job(ema=...) or the plan.",
-        )

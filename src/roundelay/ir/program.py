@@ -327,6 +327,11 @@ class Program:
         """Numbers of the stages that the worker runs."""
         return tuple(sorted({instruction.stage for instruction in self.body}))
 
+    @property
+    def halved(self) -> bool:
+        """Whether its backwards run in two halves."""
+        return any(instruction.opcode == "backward-weight" for instruction in self.body)
+
     def __str__(self) -> str:
         lines = [f"worker {self.worker} of {self.num_workers}", f"loop every {self.every} over {self.over}"]
         counts = {"tapes": self.tapes, "owed": self.owed, "registers": self.registers}

@@ -51,14 +51,15 @@ Connect = Callable[[int], Endpoint]
 
 def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by forked processes; see :func:`roundelay.launching.launch.run`."""
-    plan = task.plan
-    with FORKED[plan.transport](plan.num_workers, plan.deadline_s, shared_bytes(plan) | sum_bytes(plan)) as links:
+    works, settings = task.works, task.settings
+    shared = shared_bytes(works) | sum_bytes(works)
+    with FORKED[settings.transport](len(works), settings.deadline_s, shared) as links:
         _run(task, listen, lambda worker: wrap(links.connect(worker)), links.forked)
 
 
 def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None]) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tracker = FailureTracker(task.plan.num_workers, listen)
+    tracker = FailureTracker(len(task.works), listen)
     try:
         _train(task, connect, forked, reports, tracker)
     finally:
@@ -78,7 +79,7 @@ def _train(
     pump = Pump(children, reports)
     with DeferredSignals() as interrupts:
         try:
-            for k in range(task.plan.num_workers):
+            for k in range(len(task.works)):
                 children.append(_fork(task, k, connect, children))
             forked()
             pump.start()
@@ -198,7 +199,7 @@ def _pipe(num_workers: int) -> tuple[int, int]:
 
 
 def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
-    reading, writing = _pipe(task.plan.num_workers)
+    reading, writing = _pipe(len(task.works))
 
     def main() -> None:
         for descriptor in (reading, *(child.pipe for child in children)):

@@ -62,6 +62,6 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
             if party is not None:
                 run_leader(task, listen, around, party)
             else:
-                LAUNCHERS[transport_named(task.plan.transport).workers](task, listen, around)
+                LAUNCHERS[transport_named(task.settings.transport).workers](task, listen, around)
     finally:
         torch.set_num_threads(torch.get_num_threads())  # new threads get the last number that any thread has set

@@ -19,12 +19,11 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from roundelay.errors import WorkerLostError
-from roundelay.ir.plan import Plan
-from roundelay.ir.program import SCALARS
+from roundelay.ir.program import SCALARS, Program
+from roundelay.ir.work import Work
 from roundelay.launchers import LEADER, Launched
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable
 from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
-from roundelay.lower.channels import channels_of
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Reporter
 from roundelay.transport.checked_endpoint import next_item
@@ -139,27 +138,27 @@ class ProcessGroup:
         """Open this process's end of one set of connections."""
         return GlooEndpoint(self.rank, self.size, self._prefixed_store(name), deadline_s, self._interface, partners)
 
-    def data_endpoint(self, plan: Plan, device: Device) -> Endpoint:
-        """Open this process's endpoint for the messages between workers, on the plan's transport.
+    def data_endpoint(self, work: Work, device: Device) -> Endpoint:
+        """Open this process's endpoint for the messages between workers, on their transport.
 
         Raises:
             DeadlineError: another process did not open its side in time.
         """
-        frames = self._endpoint("data", plan.deadline_s, self.others)
-        if plan.transport != "nccl":
+        frames = self._endpoint("data", work.settings.deadline_s, self.others)
+        if work.settings.transport != "nccl":
             return frames
-        others = _neighbours(plan, self.rank)
+        others = _neighbours(work.program)
 
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._prefixed_store(f"lane/{name}"), sends)
 
         place = device.lane_place()
         try:
-            lanes = open_lanes(self.rank, others, make, place, plan.deadline_s)
+            lanes = open_lanes(self.rank, others, make, place, work.settings.deadline_s)
         except BaseException:  # otherwise the others would wait for this process
             frames.abort("it could not open its lanes")
             raise
-        return NcclEndpoint(frames, lanes, place, plan.deadline_s)
+        return NcclEndpoint(frames, lanes, place, work.settings.deadline_s)
 
     def _prefixed_store(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
@@ -169,10 +168,10 @@ class ProcessGroup:
         return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
 
 
-def _neighbours(plan: Plan, worker: int) -> list[int]:
+def _neighbours(program: Program) -> list[int]:
     """The workers with which a worker exchanges tensors."""
-    groups = [{port.worker for port in (*c.sources, *c.targets)} for c in channels_of(plan) if c.kind not in SCALARS]
-    return sorted({other for group in groups if worker in group for other in group - {worker}})
+    ports = [port for c in program.channels if c.kind not in SCALARS for port in (*c.sources, *c.targets)]
+    return sorted({port.worker for port in ports} - {program.worker})
 
 
 def _interruptibly(wait: Callable[[], _T]) -> _T:

@@ -45,9 +45,9 @@ class _WorkerThreads:
 def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.launching.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    size = task.plan.num_workers
+    size = len(task.works)
     recent = RecentIntegers(task.captured.graph)
-    devices = [make_device(worker.device, k, recent) for k, worker in enumerate(task.plan.workers)]
+    devices = [make_device(device, k, recent) for k, device in enumerate(task.settings.devices)]
     shared = wrap is unchanged and all(device is HOST for device in devices)
     workers = _pooled(task, size, reports.put) if shared else _separate(task, devices, wrap, reports.put)
     tracker = FailureTracker(size, listen)
@@ -93,7 +93,7 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 
 def _pooled(task: Task, size: int, report: Reporter) -> _WorkerThreads:
     """Threads that share the workers, all on the CPU."""
-    pool = CooperativePool(size, task.plan.deadline_s)
+    pool = CooperativePool(size, task.settings.deadline_s)
     endpoints, device = memory_endpoints(size, pool.wake), Device(pool.yielding)
     loops = [working(task, k, endpoint, report, device) for k, endpoint in enumerate(endpoints)]
     return _WorkerThreads(pool.threads(endpoints, loops), endpoints, pool.stop)

@@ -74,7 +74,7 @@ class _WorkerThread:
     def _main(self) -> None:
         rank = self._party.rank
         try:
-            endpoint = self._wrap(self._party.data_endpoint(self._task.plan, self._device))
+            endpoint = self._wrap(self._party.data_endpoint(self._task.works[rank], self._device))
         except RoundelayError as error:
             self._report(failure(rank, error))
             return
@@ -89,7 +89,7 @@ class _WorkerThread:
 
 
 def _device_of(task: Task, party: ProcessGroup) -> Device:
-    return make_device(task.plan.workers[party.rank].device, party.rank)
+    return make_device(task.settings.devices[party.rank], party.rank)
 
 
 def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
@@ -101,7 +101,7 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
-    channel = party.control_channel(task.plan.deadline_s, reports.put, failed, partial(failed, party.rank))
+    channel = party.control_channel(task.settings.deadline_s, reports.put, failed, partial(failed, party.rank))
     worker = _WorkerThread(task, party, wrap, reports.put, device)
     causes: list[Report] = []
     try:
@@ -113,8 +113,8 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) ->
             raise
         finally:
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
-            succeeded = not tracker.failures and len(tracker.ended) == task.plan.num_workers
-            _leave(channel, worker, task.plan.deadline_s if succeeded else None)
+            succeeded = not tracker.failures and len(tracker.ended) == len(task.works)
+            _leave(channel, worker, task.settings.deadline_s if succeeded else None)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
         _leave(channel, worker, None)  # the interrupt may have cut the first call short
         if not causes:
@@ -182,7 +182,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     def on_unreadable(error: RoundelayError) -> None:
         outgoing.put(failure(party.rank, error))
 
-    channel = party.control_channel(task.plan.deadline_s, lambda report: None, on_lost, on_unreadable)
+    channel = party.control_channel(task.settings.deadline_s, lambda report: None, on_lost, on_unreadable)
     worker = _WorkerThread(task, party, wrap, outgoing.put, device)
     ended, succeeded = False, True
 
@@ -190,7 +190,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
         good = ended and succeeded and not lost and not hasty
         if not good:
             worker.abort("the leader is gone" if lost else _ENDED)
-        worker.join(task.plan.deadline_s if good else LEAVE_S)
+        worker.join(task.settings.deadline_s if good else LEAVE_S)
         if not succeeded:  # the loss of the leader may be the cause
             gone.wait(NEWS_S)
         channel.end(None if ended and not hasty else _ENDED)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from roundelay.ir.plan import Plan
 from roundelay.ir.program import (
     END,
     ENTRY,
@@ -24,33 +23,29 @@ from roundelay.ir.program import (
     Port,
     Program,
 )
-from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
+from roundelay.ir.rule import DISTANCES
 from roundelay.lower.channels import (
     REGISTERS,
-    awaits_grad_norm,
     channels_of,
-    deals,
-    form_of,
     hops_in,
-    schedule_of,
-    uses_grad_norm,
-    wanders,
 )
-from roundelay.schedules import Body, Route, Schedule
+from roundelay.lower.reading import Reading
+from roundelay.schedules import Body, Schedule
 from roundelay.schedules.schedule import HANDING_ON
 
 Lines = Callable[[str, int], list[Instruction]]
 """From a kind of action and an offset to the instructions that stand for it."""
 
 
-def emit(plan: Plan) -> tuple[Program, ...]:
+def emit(reading: Reading) -> tuple[Program, ...]:
     """One program per worker.
 
     Raises:
         PlanError: the rule or its schedule is unknown.
     """
+    plan = reading.plan
     own: dict[int, dict[int, Channel]] = {worker: {} for worker in range(plan.num_workers)}
-    for channel in channels_of(plan):
+    for channel in channels_of(reading):
         for port in (*channel.sources, *channel.targets):
             own[port.worker][channel.id] = channel
     homes: dict[int, list[Home]] = {worker: [] for worker in own}
@@ -58,7 +53,7 @@ def emit(plan: Plan) -> tuple[Program, ...]:
         ports = tuple([Port(worker, stage) for worker in plan.holders(stage)])
         for holder, port in enumerate(ports):
             homes[port.worker].append(Home(holder, ports))
-    return tuple(_program(plan, worker, homes[worker], tuple(own[worker].values())) for worker in own)
+    return tuple(_program(reading, worker, homes[worker], tuple(own[worker].values())) for worker in own)
 
 
 class Home(NamedTuple):
@@ -78,10 +73,11 @@ class Home(NamedTuple):
         return self.ports[self.holder]
 
 
-def _program(plan: Plan, worker: int, homes: Sequence[Home], channels: tuple[Channel, ...]) -> Program:
+def _program(reading: Reading, worker: int, homes: Sequence[Home], channels: tuple[Channel, ...]) -> Program:
     """The program of a worker, which runs the stages of ``homes``."""
+    plan = reading.plan
     stages, holder = tuple([home.port.stage for home in homes]), homes[0].holder if homes else 0
-    schedule = schedule_of(plan, holder)
+    schedule = reading.schedule_of(holder)
     body = schedule.body(stages, plan.num_stages, plan.micro_batches)
     return Program(
         worker=worker,
@@ -93,19 +89,21 @@ def _program(plan: Plan, worker: int, homes: Sequence[Home], channels: tuple[Cha
         registers=REGISTERS if worker == plan.worker_of(0) else 0,
         channels=channels,
         body=tuple(
-            _with_updates(plan, schedule, body, {home.port.stage: _lines(plan, home, channels) for home in homes})
+            _with_updates(reading, schedule, body, {home.port.stage: _lines(reading, home, channels) for home in homes})
         ),
-        holds=tuple([k for k in stages if wanders(plan) and _begins(plan, k) == holder]),
+        holds=tuple([k for k in stages if reading.moves_states and reading.route(k).start == holder]),
     )
 
 
-def _with_updates(plan: Plan, schedule: Schedule, body: Body, lines: Mapping[int, Lines]) -> Iterator[Instruction]:
+def _with_updates(
+    reading: Reading, schedule: Schedule, body: Body, lines: Mapping[int, Lines]
+) -> Iterator[Instruction]:
     """The body as instructions: exchanges and updates follow the last backwards of their batch.
 
     Updates that wait for the norm of the whole model's gradient wait for the backwards of all stages of the worker.
     They come after the last of these, that of the lower stage first, as stage 0 sends the norm.
     """
-    together = awaits_grad_norm(plan)
+    together = reading.awaits_norm
     if schedule.updates:
         yield from _with_own_updates(body, lines, together=together)
         return
@@ -136,8 +134,9 @@ def _with_own_updates(body: Body, lines: Mapping[int, Lines], *, together: bool)
             yield from (i for i in lines[action.stage]("S", action.number) if i.opcode == "box")
 
 
-def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
+def distances(reading: Reading, stage: int) -> tuple[str, str]:
     """How far forward and backward of ``stage`` predict their weights, as a program says it; empty for not at all."""
+    plan, rule = reading.plan, reading.rule
     if not rule.predicts:
         return "", ""
     behind, half = plan.num_stages - 1 - stage, stage // 2
@@ -152,54 +151,44 @@ def distances(plan: Plan, rule: UpdateRule, stage: int) -> tuple[str, str]:
     return ahead, back if rule.backward_reads(plan.backward) == "ahead" else ""
 
 
-def reads(plan: Plan, rule: UpdateRule, stage: int, holder: int = 0, start: int = 0) -> str:
+def reads(reading: Reading, stage: int, holder: int = 0, start: int = 0) -> str:
     """Which version a stage's forwards on one holder read, as a program says it; empty for the newest.
 
     Args:
-        plan: the plan.
-        rule: its rule.
+        reading: of the plan.
         stage: k.
         holder: its number among the stage's holders.
         start: the first micro-batch of the batch, which says whose turn it is, or an offset that stands for it.
     """
+    plan, rule = reading.plan, reading.rule
     if rule.versions == "entry":
         return ENTRY if stage else ""  # stage 0 reads its newest
     if rule.fresh is None:
         return ""
-    turns = len(plan.stages[stage].workers) if deals(plan) else 1
-    numbers = [number_in_batch(plan, holder, index) + 1 for index in range(plan.micro_batches)]
-    size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
+    turns = len(plan.stages[stage].workers) if reading.takes_turns else 1
+    numbers = [reading.number_in_batch(holder, index) for index in range(plan.micro_batches)]
     letters = "".join(
         [
-            NEITHER
-            if (start + n - holder) % turns
-            else FRESH
-            if rule.is_fresh(i, stage + 1, plan.num_stages, size)
-            else PREVIOUS
+            NEITHER if (start + n - holder) % turns else FRESH if reading.is_fresh(i, stage) else PREVIOUS
             for n, i in enumerate(numbers)
         ]
     )
-    if wanders(plan) and not all(rule.is_fresh(i, stage + 1, plan.num_stages, size) for i in range(1, size + 1)):
+    if reading.moves_states and not all(reading.is_fresh(i, stage) for i in range(plan.batch_parts)):
         return letters + KEPT
     return letters if PREVIOUS in letters else ""
 
 
-def reads_older(plan: Plan, stage: int, holder: int) -> bool:
+def reads_older(reading: Reading, stage: int, holder: int) -> bool:
     """Whether any forward of a stage on one holder reads another version than the newest by the rule's table."""
-    rule, size = rule_named(plan.rule), plan.micro_batches
-    turn = math.lcm(size, len(plan.stages[stage].workers)) if deals(plan) else size
-    return any({PREVIOUS, KEPT} & {*reads(plan, rule, stage, holder, start)} for start in range(0, turn, size))
+    size = reading.plan.micro_batches
+    turn = math.lcm(size, len(reading.plan.stages[stage].workers)) if reading.takes_turns else size
+    return any({PREVIOUS, KEPT} & {*reads(reading, stage, holder, start)} for start in range(0, turn, size))
 
 
-def number_in_batch(plan: Plan, holder: int, index: int) -> int:
-    """Which of a batch a holder's index-th micro-batch is to a table, from 0: replicas of a layout take turns."""
-    form = form_of(plan)
-    return index * plan.replicas + holder if form is not None and form.replicates else index
-
-
-def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
+def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines:
     """What the actions of a stage on one of its holders are as instructions."""
-    rule, port, holder = rule_named(plan.rule), home.port, home.holder
+    plan = reading.plan
+    rule, port, holder = reading.rule, home.port, home.holder
     stage = port.stage
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -210,14 +199,14 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
     squares, norms = ends("grad-norm-sq"), ends("grad-norm")
     exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
-    ahead_by, back_by = distances(plan, rule, stage)
-    summed = uses_grad_norm(plan)
+    ahead_by, back_by = distances(reading, stage)
+    summed = reading.needs_norm
     weights, mode = rule.backward_reads(plan.backward), plan.backward
-    onward = _boxes(plan, stage, "boxed", boxed)
-    back = _boxes(plan, stage, "boxed-gradient", unboxed)
+    onward = _boxes(reading, stage, "boxed", boxed)
+    back = _boxes(reading, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})
 
-    others, form = iter(data[1]), form_of(plan)
+    others, form = iter(data[1]), reading.form
     reads_apart = form is not None and form.replicates
 
     def lines(kind: str, offset: int) -> list[Instruction]:
@@ -226,9 +215,9 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
         if kind == "D":
             return [Instruction("deal", stage, offset, gives=(next(others),))]
         if kind == "F":
-            version = reads(plan, rule, stage, holder, offset - offset % plan.micro_batches)
+            version = reads(reading, stage, holder, offset - offset % plan.micro_batches)
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            made = _read(plan, port, offset, data) if stage == 0 and not reads_apart else []
+            made = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
             return [*made, *_in_parts(ran, borders, onward)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
@@ -236,7 +225,7 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
         if kind == "W":
             return [Instruction("backward-weight", stage, offset)]
         if kind in ("A", "T"):
-            return [_handed_on(plan, home, kind, offset, channels)]
+            return [_handed_on(reading, home, kind, offset, channels)]
         if kind in HANDING_ON:
             into, out = ends("state" if kind in "hP" else "state-back")
             return [
@@ -253,25 +242,22 @@ def _lines(plan: Plan, home: Home, channels: tuple[Channel, ...]) -> Lines:
     return lines
 
 
-def _begins(plan: Plan, stage: int) -> int:
-    """The holder that has a stage's state at the beginning."""
-    return Route(stage, plan.num_stages, plan.replicas).start
-
-
-def _read(plan: Plan, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Instruction]:
+def _read(
+    reading: Reading, port: Port, offset: int, data: tuple[tuple[int, ...], tuple[int, ...]]
+) -> list[Instruction]:
     """Reading a micro-batch; where holders take them in turns, the one that reads deals out the others too."""
     takes, gives = data
-    if not (gives and deals(plan)):
+    if not (gives and reading.takes_turns):
         return [Instruction("read", port.stage, offset, takes, gives)]
     dealt = [Instruction("deal", port.stage, offset + n, gives=(channel,)) for n, channel in enumerate(gives, 1)]
     return [Instruction("read", port.stage, offset), *dealt]
 
 
-def _handed_on(plan: Plan, home: Home, kind: str, end: int, channels: Sequence[Channel]) -> Instruction:
+def _handed_on(reading: Reading, home: Home, kind: str, end: int, channels: Sequence[Channel]) -> Instruction:
     """Adding a holder's gradients of a batch to those of the others, or sharing the total."""
     port, ports = home.port, home.ports
     known = {(c.kind, c.sources[0], c.targets[0]): c.id for c in channels if c.kind in SUMS}
-    between = [] if wanders(plan) else hops_in(plan, port.stage, end)
+    between = [] if reading.moves_states else hops_in(reading, port.stage, end)
     hops = [(of, ports[source], ports[target]) for of, source, target in between]
     into = "total" if kind == "T" else "partial"
     takes = tuple([known[hop] for hop in hops if hop[0] == into and hop[2] == port])
@@ -285,8 +271,9 @@ _Boxing = tuple[str, int, int]
 """Name of a value, the segment after which it is boxed, and the channel."""
 
 
-def _boxes(plan: Plan, stage: int, kind: str, channels: Sequence[int]) -> list[_Boxing]:
+def _boxes(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -> list[_Boxing]:
     """The boxings of a stage, in the order of its forward."""
+    plan = reading.plan
     planned = [exchange for exchange in plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
     return [(e.value, e.segment, channel) for e, channel in zip(planned, channels, strict=True)]
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from itertools import product
 
 from roundelay.errors import PlanError, did_you_mean
-from roundelay.ir.clip import NO_CLIP, Clip
-from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import Plan
-from roundelay.ir.rule import rule_named
+from roundelay.ir.clip import NO_CLIP
+from roundelay.lower.reading import Reading
 from roundelay.schedules import LAYOUTS, PIPELINE, SYNCHRONOUS, form_for
 
 
-def check_layout(plan: Plan) -> None:
+def check_layout(reading: Reading) -> None:
     """Check that there is such a layout, and that a form of cyclic data parallelism can be combined with the rest.
 
     Raises:
         PlanError: naming the first field that does not fit.
     """
+    plan = reading.plan
     if plan.layout not in (PIPELINE, *LAYOUTS):
         raise PlanError(
             "layout of the plan",
@@ -27,7 +26,7 @@ def check_layout(plan: Plan) -> None:
         )
     if plan.layout == PIPELINE:
         return
-    form, clip = form_for(rule_named(plan.rule), plan.layout), Clip.parse(plan.clip)
+    form, clip = form_for(reading.rule, plan.layout), plan.clip
     if form is None:
         synchronous = [rule for layout, rule in SYNCHRONOUS if layout == plan.layout]
         raise PlanError(
@@ -43,13 +42,13 @@ def check_layout(plan: Plan) -> None:
         "mesh": (plan.mesh_size > 1, str(dict(plan.mesh)), "none"),
         "states": (bool(plan.states), "split states", "whole ones"),
         "clip": (
-            form.staggered and clip.by not in (NO_CLIP.by, "stage", *(["global"] if _waits(plan) else [])),
+            form.staggered and clip.by not in (NO_CLIP.by, "stage", *(["global"] if _waits(reading) else [])),
             plan.clip,
             "none or stage:NORM, or, with layout dp and a rule that reads W[t-1] everywhere, such as cdp-v1, "
             "global:NORM: else stages are updated before the gradients of others are complete",
         ),
         "loss_scale": (
-            form.staggered and LossScale.parse(plan.loss_scale).on,
+            form.staggered and plan.loss_scale.on,
             plan.loss_scale,
             "none: give --precision bf16 or fp32",
         ),
@@ -58,14 +57,15 @@ def check_layout(plan: Plan) -> None:
         if wrong:
             raise PlanError(
                 f"{name} of the plan, with layout {plan.layout}",
-                got=got,
+                got=str(got),
                 expected=expected,
                 remedy="Change that, or choose no --layout: a pipeline.",
             )
 
 
-def _waits(plan: Plan) -> bool:
+def _waits(reading: Reading) -> bool:
     """Whether updates can wait for the gradients of all stages: all are in `dp`, and no forward reads W[t]."""
-    rule, size = rule_named(plan.rule), plan.batch_parts
+    plan = reading.plan
+    rule, size = reading.rule, plan.batch_parts
     numbers = product(range(1, size + 1), range(1, plan.num_stages + 1))
     return plan.layout == "dp" and not any(rule.is_fresh(i, j, plan.num_stages, size) for i, j in numbers)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from roundelay.errors import PlanError
-from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import Phase, all_reduce, reduce_scatter
-from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.exchange import all_reduce, reduce_scatter
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.program import EXCHANGES
-from roundelay.ir.rule import DISTANCES, NO_PREDICTOR, rule_named
-from roundelay.lower.channels import num_holders, schedule_of, sums_over_time
+from roundelay.ir.rule import DISTANCES, NO_PREDICTOR
+from roundelay.lower.reading import Reading
 
 WEIGHTS = "weight-gradient"
 """The exchange that every stage has where there are several replicas."""
 
 
-def check_holders(plan: Plan) -> None:
+def check_holders(reading: Reading) -> None:
     """Check that each stage has its holders, of like devices, and that a worker is one holder of all its stages."""
+    plan = reading.plan
     for stage, planned in enumerate(plan.stages):
-        if len(planned.workers) != (count := num_holders(plan, stage)):
+        if len(planned.workers) != (count := reading.num_holders(stage)):
             raise plan.wrong_holders(stage, count)
     for worker, stages in enumerate(plan.worker_stages):
         places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
@@ -41,23 +40,25 @@ def check_holders(plan: Plan) -> None:
             )
 
 
-def check_exchanges(plan: Plan) -> None:
+def check_exchanges(reading: Reading) -> None:
     """Check the exchanges as far as that is possible without the model."""
-    sums = sums_over_time(plan)
+    plan = reading.plan
+    sums = reading.sums_over_time
     due = [(stage, WEIGHTS) for stage in range(plan.num_stages)] if plan.replicas > 1 or sums else []
     of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
     by = () if sums else all_reduce()
-    got = [(e.stage, e.kind) for e in of_replicas if tuple(map(Phase.parse, e.phases)) == by]
+    got = [(e.stage, e.kind) for e in of_replicas if e.phases == by]
     if got != due or (len(of_replicas) > len(got) and not plan.states):
         every = ",".join(map(str, by)) or "no phases"
         raise PlanError(
             "exchanges of the plan",
-            got=", ".join(f"{e.kind} of stage {e.stage} by {','.join(e.phases)}" for e in of_replicas) or "none",
+            got=", ".join(f"{e.kind} of stage {e.stage} by {','.join(map(str, e.phases))}" for e in of_replicas)
+            or "none",
             expected=", ".join(f"{kind} of stage {stage} by {every}" for stage, kind in due) or "none: one replica",
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
     for i, exchange in enumerate(plan.exchanges):
-        phases = tuple(map(Phase.parse, exchange.phases))
+        phases, by_text = exchange.phases, ", ".join(map(str, exchange.phases))
         known = (
             exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
         )
@@ -65,7 +66,7 @@ def check_exchanges(plan: Plan) -> None:
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
-                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(exchange.phases)}, "
+                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {by_text}, "
                 f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
                 expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
                 + ", ".join(map(str, all_reduce()))
@@ -74,8 +75,9 @@ def check_exchanges(plan: Plan) -> None:
             )
 
 
-def check_mesh(plan: Plan) -> None:
+def check_mesh(reading: Reading) -> None:
     """Check what a mesh can be combined with."""
+    plan = reading.plan
     if REPLICAS in plan.mesh or any(size < 1 for size in plan.mesh.values()):
         raise PlanError(
             "mesh of the plan",
@@ -83,7 +85,7 @@ def check_mesh(plan: Plan) -> None:
             expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
             remedy="Correct the plan.",
         )
-    _check_states(plan)
+    _check_states(reading)
     if plan.mesh_size == 1:
         return
     refused = {
@@ -94,10 +96,10 @@ def check_mesh(plan: Plan) -> None:
             plan.backward,
             "stash or mixed: that mode runs a stage again as a whole, without its boxings",
         ),
-        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
         "predictor": (plan.predictor == "partial", plan.predictor, "another: a worker knows its part of a sum only"),
         "precision": (
-            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
+            plan.loss_scale.on and reading.schedule.window != "batch",
             plan.precision,
             "fp32 or bf16: a worker of the mesh alone does not know whether a gradient is finite",
         ),
@@ -106,31 +108,33 @@ def check_mesh(plan: Plan) -> None:
         if wrong:
             raise PlanError(
                 f"{name} of the plan, with a mesh",
-                got=got,
+                got=str(got),
                 expected=expected,
                 remedy="Change that, or remove --tensor-parallel or the plan's mesh.",
             )
 
 
-def _looks_ahead(plan: Plan) -> bool:
+def _looks_ahead(reading: Reading) -> bool:
     """Whether a stage of a plan whose rule predicts ever does; one stage, or a draft of none, crosses no update."""
-    alone = plan.num_stages <= 1 and rule_named(plan.rule).target != "next"
+    plan = reading.plan
+    alone = plan.num_stages <= 1 and reading.rule.target != "next"
     return not alone or DISTANCES[plan.predictor] == "lag+1"
 
 
-def _check_states(plan: Plan) -> None:
+def _check_states(reading: Reading) -> None:
     """Check what a split of the optimizer's states can be combined with."""
+    plan = reading.plan
     refused = {
         "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
         "predictor": (
-            plan.predictor != NO_PREDICTOR and _looks_ahead(plan),
+            plan.predictor != NO_PREDICTOR and _looks_ahead(reading),
             f"{plan.predictor}, by rule {plan.rule}",
             "a rule that predicts no weights, such as 1f1b or pipedream-2bw, or one stage: a replica can predict only "
             "weights of which it has the states",
         ),
-        "clip": (Clip.parse(plan.clip).by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
         "precision": (
-            LossScale.parse(plan.loss_scale).on and schedule_of(plan).window != "batch",
+            plan.loss_scale.on and reading.schedule.window != "batch",
             plan.precision,
             "fp32 or bf16: a replica alone does not know whether a gradient is finite",
         ),
@@ -139,7 +143,7 @@ def _check_states(plan: Plan) -> None:
         if wrong and plan.states:
             raise PlanError(
                 f"{name} of the plan, with split states",
-                got=got,
+                got=str(got),
                 expected=expected,
                 remedy="Change it (a rule: --rule pipedream-2bw), or remove --zero, or the plan's [states].",
             )

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError, did_you_mean
-from roundelay.ir.clip import Clip
-from roundelay.ir.loss_scale import DYNAMIC, LossScale
-from roundelay.ir.plan import FORMAT, Plan, check_ema
-from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
+from roundelay.ir.averages import check_ema
+from roundelay.ir.loss_scale import DYNAMIC
+from roundelay.ir.plan import FORMAT, Plan
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import Partition
 from roundelay.ir.transports import TRANSPORTS, transport_named
-from roundelay.lower.channels import schedule_of
+from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_layout import check_layout
 from roundelay.lower.validate_mesh import check_exchanges, check_holders, check_mesh
 
@@ -31,35 +31,36 @@ LONGEST_S = 3.2e7
 """Longest deadline of a plan, in seconds."""
 
 
-def check_plan(plan: Plan) -> None:
-    """Check that a run can execute the plan.
+def check_plan(plan: Plan) -> Reading:
+    """Check that a run can execute the plan, and return its reading.
 
     Raises:
         PlanError: naming the first invalid field.
     """
-    check_settings(plan)
-    _check_workers(plan)
+    reading = read(plan)
+    check_settings(reading)
+    _check_workers(reading)
     check_devices(plan)
     _check_threads(plan)
     _check_edges(plan)
+    return reading
 
 
-def check_settings(plan: Plan) -> None:
+def check_settings(reading: Reading) -> None:
     """Check what holds of a plan whatever its stages, workers and edges are; a draft need not have these yet.
 
     Raises:
         PlanError: naming the first invalid field.
     """
-    rule = rule_named(plan.rule)
-    schedule_of(plan)
+    plan, rule = reading.plan, reading.rule
     predictors = rule.predictors if rule.predicts else (NO_PREDICTOR,)
     _one_of(
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
-    check_layout(plan)
+    check_layout(reading)
     _check_recompute(plan)
-    _check_clip(plan, rule)
+    _check_clip(reading)
     check_precision(plan)
     _check_loss_scale(plan)
     check_ema(plan.ema)
@@ -69,9 +70,9 @@ def check_settings(plan: Plan) -> None:
     _at_least("micro_batches", plan.micro_batches, 1)
     check_deadline(plan.deadline_s)
     _above_zero("bytes_per_s", plan.bytes_per_s)
-    if schedule_of(plan).halved:
+    if reading.schedule.halved:
         _check_halves(plan)
-    check_mesh(plan)
+    check_mesh(reading)
 
 
 def _check_edges(plan: Plan) -> None:
@@ -95,8 +96,9 @@ def _check_edges(plan: Plan) -> None:
         )
 
 
-def _check_clip(plan: Plan, rule: UpdateRule) -> None:
-    if Clip.parse(plan.clip).by == "global" and schedule_of(plan).window == "run":
+def _check_clip(reading: Reading) -> None:
+    plan = reading.plan
+    if plan.clip.by == "global" and reading.schedule.window == "run":
         raise PlanError(
             "clip of the plan",
             got=f"{plan.clip} with rule {plan.rule!r}, which never flushes",
@@ -127,8 +129,9 @@ def _check_halves(plan: Plan) -> None:
         )
 
 
-def _check_workers(plan: Plan) -> None:
+def _check_workers(reading: Reading) -> None:
     """Check the workers' names, and that each worker has exactly the stages that the schedule lets it alternate."""
+    plan = reading.plan
     names = [worker.name for worker in plan.workers]
     if len(set(names)) != len(names):
         raise PlanError(
@@ -137,10 +140,10 @@ def _check_workers(plan: Plan) -> None:
             expected="a different name for each",
             remedy="Correct the plan.",
         )
-    schedule = schedule_of(plan)
-    check_holders(plan)
+    schedule = reading.schedule
+    check_holders(reading)
     placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
-    check_exchanges(plan)
+    check_exchanges(reading)
     each = schedule.stages_per_worker or plan.num_stages
     if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
         groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % each))
@@ -175,7 +178,7 @@ def check_precision(plan: Plan) -> None:
 
 def _check_loss_scale(plan: Plan) -> None:
     """Check that losses are scaled if and only if the precision is fp16."""
-    if LossScale.parse(plan.loss_scale).on != (plan.precision == HALF):
+    if plan.loss_scale.on != (plan.precision == HALF):
         half = plan.precision == HALF
         raise PlanError(
             "loss_scale of the plan",

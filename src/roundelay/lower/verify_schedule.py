@@ -27,12 +27,9 @@ from itertools import pairwise
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.micro_batch import MicroBatch, stream
-from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES, Program
-from roundelay.ir.rule import DISTANCES, UpdateRule, rule_named
-from roundelay.lower.channels import awaits_grad_norm, deals, schedule_of, uses_grad_norm
-from roundelay.lower.emit import emit, number_in_batch
-from roundelay.lower.validate_plan import check_plan
+from roundelay.ir.rule import DISTANCES
+from roundelay.lower.reading import Reading
 from roundelay.schedules import PIPELINE, Schedule, actions
 
 EVERY_END, EVERY_TURN = 24, 4
@@ -56,13 +53,14 @@ class Fired:
     continues: bool = False
 
 
-def runs_to_check(plan: Plan) -> list[list[int]]:
+def runs_to_check(reading: Reading) -> list[list[int]]:
     """Return the runs to check, as micro-batches of each batch: ends at every position, and short batches."""
-    m, d = plan.micro_batches, plan.num_workers // (plan.replicas * plan.mesh_size)
-    if schedule_of(plan).window == "slots":  # each batch has all micro-batches
-        return [[m] * n for n in _ends_to_check(plan)]
+    plan = reading.plan
+    m, d = plan.micro_batches, plan.num_workers // reading.mesh.size
+    if reading.slotted:  # each batch has all micro-batches
+        return [[m] * n for n in _ends_to_check(reading)]
     few = d * m > EVERY_END
-    at_once = 1 if schedule_of(plan).window == "batch" else -(-d // m) + 1  # batches that are in flight together
+    at_once = 1 if reading.flushes else -(-d // m) + 1  # batches that are in flight together
     runs = [[m] * n for n in range(1, at_once + 2 if few else 2 * d + 2)]
     lasts = sorted({1, 2, m // 2, m - 1} & set(range(1, m))) if few else range(1, m)
     runs += [[m] * n + [last] for n in ((0, 1, at_once) if few else range(d + 1)) for last in lasts]
@@ -70,59 +68,61 @@ def runs_to_check(plan: Plan) -> list[list[int]]:
     return runs
 
 
-def _ends_to_check(plan: Plan) -> Sequence[int]:
+def _ends_to_check(reading: Reading) -> Sequence[int]:
     """After how many batches runs of a layout end.
 
     Workers are within two batches of each other, and each loop is one batch; where holders take turns, it is at most as
     many batches as micro-batches.
     """
+    plan = reading.plan
     size = plan.batch_parts
-    if not deals(plan):
+    if not reading.takes_turns:
         return range(1, 6)
     return range(1, 2 * size + 2) if size <= EVERY_TURN else (1, 2, 3, size + 2)
 
 
-def check_run(plan: Plan, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
+def check_run(reading: Reading, counts: Sequence[int], fired: Sequence[Sequence[Fired]]) -> None:
     """Check the order and the versions of one executed run.
 
     Args:
-        plan: the plan.
+        reading: of the plan.
         counts: micro-batches of each batch.
         fired: for each worker, the instructions that its machine fired.
 
     Raises:
         PlanError: naming the first stage and micro-batch at which the rule is violated.
     """
-    rule = rule_named(plan.rule)
+    plan = reading.plan
     headers = {header.g: header for header in stream(list(counts))}
     batch_of = {g: header.batch for g, header in headers.items()}
     for k, executed in enumerate(fired):
-        holder, stages, together = plan.holder_of(k), plan.stages_of(k), awaits_grad_norm(plan)
-        schedule = schedule_of(plan, holder)
+        holder, stages, together = plan.holder_of(k), plan.stages_of(k), reading.awaits_norm
+        schedule = reading.schedule_of(holder)
         due = actions(schedule, stages, plan.num_stages, counts, plan.micro_batches, together=together)
         done = [_action(f, batch_of) for f in executed if f.opcode in _LETTERS and not f.continues]
         if done != due:
             at = next((i for i, (a, b) in enumerate(zip(done, due, strict=False)) if a != b), min(len(done), len(due)))
             got = str(done[at]) if at < len(done) else "the end"
-            raise _violation(plan, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
+            raise _violation(reading, f"worker {k}, action {at}", got, str(due[at]) if at < len(due) else "the end")
         if schedule.window != "slots":  # else their order has been checked
-            _check_completed(plan, executed, "backward-weight" if schedule.halved else "backward")
-        _check_gathered(plan, executed)
+            _check_completed(reading, executed, "backward-weight" if schedule.halved else "backward")
+        _check_gathered(reading, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
-                _check_weights(plan, rule, holder, counts, headers[f.g], f)
+                _check_weights(reading, holder, counts, headers[f.g], f)
             elif f.opcode == "sum" and f.version < batch_of[f.g] - 1:  # else runtime/sum_blocks.py has too few blocks
                 place = f"stage {f.stage}, sum of the batch of micro-batch {f.g}"
-                raise _violation(plan, place, f"version {f.version}", f"version {batch_of[f.g] - 1} or a newer one")
-            elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(plan, counts, f.g):
+                raise _violation(reading, place, f"version {f.version}", f"version {batch_of[f.g] - 1} or a newer one")
+            elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(reading, counts, f.g):
                 place = f"stage {f.stage}, update after micro-batch {f.g}: the newest norm"
-                raise _violation(plan, place, f"batch {f.entry - 1}'s", f"batch {norm_read(plan, counts, f.g)}'s")
+                raise _violation(reading, place, f"batch {f.entry - 1}'s", f"batch {norm_read(reading, counts, f.g)}'s")
 
 
-def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
+def _check_completed(reading: Reading, executed: Sequence[Fired], last: str) -> None:
     """Check that updates use complete gradients: exchanged and squared between the batch's last backward and it."""
+    plan = reading.plan
     exchanging = {exchange.stage for exchange in plan.exchanges if not exchange.value}
-    squared = ["grad-norm-sq"] if uses_grad_norm(plan) else []
+    squared = ["grad-norm-sq"] if reading.needs_norm else []
     before_of = {
         (stage, after): before
         for stage in {f.stage for f in executed}
@@ -135,78 +135,75 @@ def _check_completed(plan: Plan, executed: Sequence[Fired], last: str) -> None:
         done[f.stage, f.opcode] = f.g
         if (before := before_of.get((f.stage, f.opcode))) and done.get((f.stage, before)) != f.g:
             place = f"stage {f.stage}, {f.opcode} after micro-batch {f.g}"
-            raise _violation(plan, place, f"no {before} of that micro-batch before it", "one")
+            raise _violation(reading, place, f"no {before} of that micro-batch before it", "one")
 
 
-def _check_gathered(plan: Plan, executed: Sequence[Fired]) -> None:
+def _check_gathered(reading: Reading, executed: Sequence[Fired]) -> None:
     """Check that a stage of which holders update parts gathers its weights before anything reads them."""
+    plan = reading.plan
     gathers = {exchange.stage for exchange in plan.exchanges if exchange.kind == "weight"}
     due: dict[int, tuple[str, ...]] = {}
     for f in (f for f in executed if f.stage in gathers):
         if expected := due.get(f.stage):
             if f.opcode != expected[0]:
                 place = f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
-                raise _violation(plan, place, f"no {expected[0]} of updated weights before it", "one")
+                raise _violation(reading, place, f"no {expected[0]} of updated weights before it", "one")
             due[f.stage] = expected[1:]
         elif f.opcode == "update":
             due[f.stage] = ("box", "unbox")
 
 
-def _check_weights(
-    plan: Plan, rule: UpdateRule, holder: int, counts: Sequence[int], header: MicroBatch, f: Fired
-) -> None:
+def _check_weights(reading: Reading, holder: int, counts: Sequence[int], header: MicroBatch, f: Fired) -> None:
     """Check that a forward or backward has read the version that the rule states, predicted as far as it states."""
+    plan = reading.plan
     stage, place = f.stage, f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
-    forward, schedule = f.opcode == "forward", schedule_of(plan)
+    forward, schedule = f.opcode == "forward", reading.schedule
     if schedule.window == "slots":
         newest = f.version  # where the updates stand is checked by their order
     else:
         newest = updates_before(schedule, stage, plan.num_stages, counts, f.g) if forward else header.batch
     if f.version != newest:
-        raise _violation(plan, place, f"version {f.version}", f"version {newest}")
-    stated = version_read(plan, rule, stage, counts, header, holder) if forward else newest
+        raise _violation(reading, place, f"version {f.version}", f"version {newest}")
+    stated = version_read(reading, stage, counts, header, holder) if forward else newest
     if stated > newest and set(counts[: header.batch]) <= {plan.micro_batches}:
-        number = number_in_batch(plan, holder, header.index)
-        raise _too_fresh(plan, rule, place, (stage, number), newest)
+        number = reading.number_in_batch(holder, header.index)
+        raise _too_fresh(reading, place, (stage, number), newest)
     if f.reads != min(stated, newest):
-        raise _violation(plan, place, f"version {f.reads}", f"version {min(stated, newest)}")
-    distance = distance_ahead(plan, rule, stage, f.opcode, header, newest)
+        raise _violation(reading, place, f"version {f.reads}", f"version {min(stated, newest)}")
+    distance = distance_ahead(reading, stage, f.opcode, header, newest)
     if f.distance != distance:
-        raise _violation(plan, place, f"distance {f.distance}", f"{distance}")
+        raise _violation(reading, place, f"distance {f.distance}", f"{distance}")
 
 
-def version_read(
-    plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, holder: int = 0
-) -> int:
+def version_read(reading: Reading, stage: int, counts: Sequence[int], header: MicroBatch, holder: int = 0) -> int:
     """Return the version that the rule states for a forward; greater than U(k,g) if the stage does not have it yet.
 
     Args:
-        plan: the plan.
-        rule: its rule.
+        reading: of the plan.
         stage: k.
         counts: micro-batches of each batch.
         header: header of the micro-batch.
         holder: of the stage's holders the one that runs it.
     """
-    if rule.versions == "table":
-        size = plan.batch_parts if schedule_of(plan).window == "slots" else 0
-        i = number_in_batch(plan, holder, header.index) + 1
-        return max(0, header.batch - (not rule.is_fresh(i, stage + 1, plan.num_stages, size)))
-    k = 0 if rule.versions == "entry" else stage
-    return updates_before(schedule_of(plan), k, plan.num_stages, counts, header.g)
+    if reading.rule.versions == "table":
+        number = reading.number_in_batch(holder, header.index)
+        return max(0, header.batch - (not reading.is_fresh(number, stage)))
+    k = 0 if reading.rule.versions == "entry" else stage
+    return updates_before(reading.schedule, k, reading.plan.num_stages, counts, header.g)
 
 
-def norm_read(plan: Plan, counts: Sequence[int], g: int) -> int:
+def norm_read(reading: Reading, counts: Sequence[int], g: int) -> int:
     """Return the batch by whose norm the update after micro-batch ``g`` clips with ``previous``; -1 for none.
 
     The header of g carries the norm, so it is that of the last batch that stage 0 had finished when it read g:
     U(0,g) - 1. With full batches that is t - ceil(D/M) under asynchronous rules, and t - 1 under flushing ones.
     """
-    return updates_before(schedule_of(plan), 0, plan.num_stages, counts, g) - 1
+    return updates_before(reading.schedule, 0, reading.plan.num_stages, counts, g) - 1
 
 
-def distance_ahead(plan: Plan, rule: UpdateRule, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
+def distance_ahead(reading: Reading, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
     """Return how many updates a forward or backward of ``stage`` predicts ahead from ``version``, its newest."""
+    plan, rule = reading.plan, reading.rule
     if not rule.predicts or (opcode == "backward" and rule.backward_reads(plan.backward) != "ahead"):
         return 0
     if rule.target == "next":
@@ -262,22 +259,13 @@ def updates_before(schedule: Schedule, stage: int, num_stages: int, counts: Sequ
     return sum(end <= reached for end in ends)
 
 
-def programs_of(plan: Plan) -> tuple[Program, ...]:
-    """Validate the plan and return its programs.
-
-    Raises:
-        PlanError: the plan is invalid.
-    """
-    check_plan(plan)
-    return emit(plan)
-
-
 def _action(fired: Fired, batch_of: dict[int, int]) -> Action:
     number = batch_of[fired.g] if OPCODES[fired.opcode].once_a_batch else fired.g
     return Action(fired.stage, _LETTERS[fired.opcode], number)  # type: ignore[arg-type]
 
 
-def _violation(plan: Plan, place: str, got: str, expected: str, remedy: str = "") -> PlanError:
+def _violation(reading: Reading, place: str, got: str, expected: str, remedy: str = "") -> PlanError:
+    plan = reading.plan
     size, where = plan.micro_batches, ""
     if plan.layout != PIPELINE:
         size, where = plan.batch_parts, f", layout {plan.layout}"
@@ -289,19 +277,19 @@ def _violation(plan: Plan, place: str, got: str, expected: str, remedy: str = ""
     )
 
 
-def _too_fresh(plan: Plan, rule: UpdateRule, place: str, number: tuple[int, int], newest: int) -> PlanError:
+def _too_fresh(reading: Reading, place: str, number: tuple[int, int], newest: int) -> PlanError:
     """A forward would read a version that its stage does not have yet.
 
     Args:
-        plan: the plan.
-        rule: its rule.
+        reading: of the plan.
         place: what to call the forward.
         number: of the stage, and of the micro-batch in its batch, from 0.
         newest: what the stage has.
     """
+    plan, rule = reading.plan, reading.rule
     remedy = ""
     if rule.versions == "table":
         j, i = number[0] + 1, number[1] + 1
         remedy = f"The timing gives W[t-1] there: the table must not say W[t] for i = {i}, j = {j} (from 1)."
         remedy += "" if plan.layout == PIPELINE else " The layouts dp and mp wait, and run any table."
-    return _violation(plan, place, f"version {newest}, its newest", f"version {newest + 1}", remedy)
+    return _violation(reading, place, f"version {newest}, its newest", f"version {newest + 1}", remedy)

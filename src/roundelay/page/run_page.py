@@ -9,7 +9,9 @@ from pathlib import Path
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.validate_plan import check_plan
 from roundelay.observe.time_shares import gaps_of
 from roundelay.page import sections as s
 from roundelay.page.read_run import Run, numbers, read_run
@@ -47,12 +49,12 @@ def predicted_window(plan: Plan) -> Window:
     count = window_length(plan.micro_batches)
     batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
-    simulation = simulate(plan, programs_of(plan), stream(counts))
+    simulation = simulate(plan, emit(check_plan(plan)), stream(counts))
     spans = simulation.spans()
     starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
     begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
-    gaps = [g for g in gaps_of(spans, channels_of(plan), plan.num_workers) if g.start_s < end and g.end_s > begin]
+    gaps = [g for g in gaps_of(spans, channels_of(read(plan)), plan.num_workers) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     loads = [load for load in simulation.loads if load.start_s < end and load.end_s > begin]
     return Window(begin, end, inside, gaps, plan.num_workers, loads)

@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from roundelay.errors import PlanError, UsageError, did_you_mean
-from roundelay.ir.clip import Clip
+from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.num_bytes import parse_bytes
-from roundelay.ir.plan import REPLICAS, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
+from roundelay.ir.sbp import Split
 from roundelay.lower.device_names import check_number, listed_devices
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import (
     CPU,
     LONGEST_S,
@@ -73,7 +76,7 @@ def check_given(given: Mapping[str, Any], *, rule_known: bool = True) -> None:
     check_num_threads("--threads", given.get("threads", 1))
     if "memory_limit" in given:
         parse_bytes(given["memory_limit"], "--memory-limit")
-    Clip.parse(given.get("clip", "none"))
+    Clip.parse(str(given.get("clip", NO_CLIP)))
     laid = in_layout(given)
     replicas_of(laid), parts_of(laid), zero_of(laid)
     if not rule_known:
@@ -146,7 +149,7 @@ def _check_draft(given: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         recompute=parse_names(given.get("recompute", ())),
         stages=(StagePlan(workers=(), segments=(), **_UNKNOWN),) * num_stages,
     )
-    check_settings(draft)
+    check_settings(read(draft))
     if (devices := given.get("devices")) is not None:
         names = listed_devices(devices)
         schedule = schedule_for(rule, layout, num_stages=num_stages)
@@ -175,7 +178,7 @@ def _with_holders(draft: Plan, laid: Mapping[str, Any]) -> Plan:
         draft = replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
     elif parts > 1:
         draft = replace(draft, mesh={TENSOR: parts})
-    return replace(draft, states={"": ((REPLICAS, "S(0)"),)}) if zero_of(laid) else draft
+    return replace(draft, states={"": ((REPLICAS, Split(0)),)}) if zero_of(laid) else draft
 
 
 def _num_workers(draft: Plan, schedule: Schedule) -> int:

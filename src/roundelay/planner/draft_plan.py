@@ -7,9 +7,10 @@ from numbers import Integral
 from typing import Any
 
 from roundelay.errors import PlanError
-from roundelay.ir.clip import NO_CLIP
-from roundelay.ir.loss_scale import DYNAMIC
-from roundelay.ir.plan import FORMAT, NO_EMA, Plan
+from roundelay.ir.averages import NO_EMA
+from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.loss_scale import DYNAMIC, NO_SCALE, LossScale
+from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import HALF, PRECISIONS
@@ -95,8 +96,10 @@ def draft_plan(model: str, rule: str, workers: int, given: Mapping[str, Any]) ->
         recompute=(),
         compile=given.get("compile", False),
         precision=given.get("precision", PRECISIONS[0]),
-        loss_scale=given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else "none"),
-        clip=given.get("clip", NO_CLIP.by),
+        loss_scale=LossScale.parse(
+            str(given.get("loss_scale", DYNAMIC if given.get("precision") == HALF else NO_SCALE))
+        ),
+        clip=Clip.parse(str(given.get("clip", NO_CLIP))),
         ema=given.get("ema", NO_EMA),
         deterministic=given.get("deterministic", False),
         replicas=replicas_of(given),

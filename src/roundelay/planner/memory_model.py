@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.lower.channels import updater_of
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.validate_plan import check_plan
 from roundelay.simulator import simulate
 
 WARM = 4
@@ -70,11 +71,11 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
             remedy="Give 0 for a stage whose optimizer has no state.",
         )
     batches = [plan.micro_batches] * (plan.num_stages + WARM)
-    simulated = simulate(plan, programs_of(plan), stream(batches))
+    simulated = simulate(plan, emit(check_plan(plan)), stream(batches))
     estimates = []
     for number, (stages, worker) in enumerate(zip(plan.worker_stages, simulated.workers, strict=True)):
         weights = worker.weight_bytes_peak
-        updated = [k for k in stages if updater_of(plan, k) in (None, plan.holder_of(number))]
+        updated = [k for k in stages if read(plan).updater(k) in (None, plan.holder_of(number))]
         estimates.append(
             MemoryEstimate(
                 weights=weights,

@@ -8,8 +8,10 @@ from functools import lru_cache
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.transports import TRANSPORTS
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import CPU, check_plan
-from roundelay.lower.verify_schedule import Fired, check_registers, check_run, programs_of, runs_to_check
+from roundelay.lower.verify_schedule import Fired, check_registers, check_run, runs_to_check
 from roundelay.simulator import Simulation, simulate
 
 
@@ -19,8 +21,12 @@ def prove(plan: Plan) -> None:
     Raises:
         PlanError: naming the first stage and micro-batch, or what a deadlocked worker waits for.
     """
-    check_plan(plan)
-    _prove(_without_times(plan))
+    prove_checked(check_plan(plan))
+
+
+def prove_checked(reading: Reading) -> None:
+    """The same of a plan that has been checked."""
+    _prove(_without_times(reading.plan))
 
 
 def _without_times(plan: Plan) -> Plan:
@@ -55,10 +61,11 @@ def _without_times(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _prove(plan: Plan) -> None:
-    programs = programs_of(plan)
-    for counts in runs_to_check(plan):
+    reading = read(plan)
+    programs = emit(reading)
+    for counts in runs_to_check(reading):
         simulation = simulate(plan, programs, stream(counts))
-        check_run(plan, counts, fired(simulation))
+        check_run(reading, counts, fired(simulation))
         workers = simulation.workers
         check_registers(
             programs,

@@ -19,8 +19,8 @@ from roundelay.frontend.batch import Batch, replace
 from roundelay.ir.graph import WEIGHT, Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.channels import form_of
 from roundelay.lower.dataflow import sample_micro_batches
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import CPU
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner import cut_reasons
@@ -212,7 +212,7 @@ def cut(captured: Captured, draft: Plan, request: str, num_stages: int, sample: 
 
 def _on_one_worker(draft: Plan) -> bool:
     """Whether a micro-batch stays on one worker, so that nothing is sent from stage to stage."""
-    form = form_of(draft)
+    form = read(draft).form
     return form is not None and not form.stages_per_worker
 
 
@@ -225,7 +225,7 @@ def _fewest_bytes(
     captured: Captured, draft: Plan, costs: StageCosts, micro_batch: Batch, num_stages: int, how: str
 ) -> Cut:
     """Cut for the fewest activations at one time, of the micro-batches of a batch, or of a pipeline's stages."""
-    graph, form = captured.graph, form_of(draft)
+    graph, form = captured.graph, read(draft).form
     with user_code("counting what the operations keep of the first micro-batch"):
         storages = saved_storages(captured, micro_batch)
     kept = kept_bytes(graph, storages, shared=_on_one_worker(draft), again=costs.parameters.again)

@@ -14,8 +14,8 @@ from roundelay.errors import counted
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.validate_plan import CPU
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.validate_plan import CPU, check_plan
 from roundelay.runtime.device import default_devices
 from roundelay.schedules import PIPELINE, schedule_named
 
@@ -44,7 +44,7 @@ def workers_are_open(rule: str, given: Mapping[str, Any]) -> bool:
 
 def batch_s(plan: Plan) -> float:
     """Seconds of a batch, by the simulator."""
-    simulated = simulator.simulate(plan, programs_of(plan), stream([plan.micro_batches] * _BATCHES))
+    simulated = simulator.simulate(plan, emit(check_plan(plan)), stream([plan.micro_batches] * _BATCHES))
     return simulated.makespan_s / _BATCHES
 
 

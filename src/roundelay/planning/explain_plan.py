@@ -7,7 +7,8 @@ from itertools import groupby
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.validate_plan import CPU, HALF

@@ -8,7 +8,7 @@ from typing import Any
 from roundelay.errors import PlanError, counted
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
-from roundelay.lower.channels import form_of
+from roundelay.lower.reading import read
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planning.cuts import Cut, count_stages, default_workers
@@ -59,7 +59,7 @@ def slots_in_layout(draft: Plan, source: int, target: int) -> int:
     A micro-batch comes every 2S/N steps, and is T - S steps on its way from stage S to stage T, of which the holders
     take it in turns.
     """
-    form = form_of(draft)
+    form = read(draft).form
     if form is None or not form.deals:
         return draft.micro_batches
     on_the_way = (target - source) * draft.micro_batches // (2 * draft.num_stages) + 1

@@ -21,9 +21,9 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import Edge, Partition
 from roundelay.job import Job
 from roundelay.lower.boxed_graph import segment_ends
-from roundelay.lower.channels import schedule_of
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import CPU, check_plan
 from roundelay.planner.draft_plan import TENSOR, draft_plan
 from roundelay.planner.given_layout import has_size, owners_of
@@ -217,7 +217,7 @@ def _with_signatures(draft: Plan, captured: Captured, given: Mapping[str, Any]) 
         return replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
     if parts == 1:
         return draft
-    pairs = {name: ((TENSOR, str(signature)),) for name, signature in tensor_parallel(captured, parts).items()}
+    pairs = {name: ((TENSOR, signature),) for name, signature in tensor_parallel(captured, parts).items()}
     return replace(draft, mesh={TENSOR: parts}, parameters=pairs)
 
 
@@ -241,7 +241,7 @@ def _measure(
     """Return the draft with edges and measurements; and what recomputing modules saves, in words."""
     stages = partition(captured.graph, [stage.segments for stage in draft.stages], draft.recompute)
     sample = _sample(job, captured.graph, draft, seed, tell)
-    schedule = schedule_of(draft)
+    schedule = read(draft).schedule
     draft = replace(
         draft,
         input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.batch_parts),
@@ -259,11 +259,11 @@ def _measure(
 
     measured = profiles() if set(draft.devices) != {CPU} else in_child(profiles, what, list[StageProfile])
     with user_code("measuring the loader"):
-        read: list[Batch] = []
-        rows, look = captured.graph.min_rows, read.append
+        seen: list[Batch] = []
+        rows, look = captured.graph.min_rows, seen.append
         read_s = reading_s(job.loader, seed, draft.batch_parts, draft.deadline_s, tell, look, min_rows=rows)
         with preserving_state(job), uncalled(job.model):
-            for micro_batch in read:
+            for micro_batch in seen:
                 captured.inputs.check_numbers(micro_batch)
     captured.settings.check()  # the loader may have changed the model
     result = replace(

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
+from roundelay.ir.exchange import ExchangePlan
+from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.plan import Plan
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.partition import partition
@@ -65,5 +67,5 @@ def _boxing(captured: Captured, exchange: ExchangePlan, axes: Mapping[str, int])
 def _moved(exchange: ExchangePlan, axes: Mapping[str, int]) -> str:
     holders = axes[exchange.axis]
     most = max(sum(exchange.bytes_sent(holders, position)) for position in range(holders))
-    by = ",".join(exchange.phases)
+    by = ",".join(map(str, exchange.phases))
     return f"{exchange.num_bytes} bytes over {exchange.axis} by {by}; each sends up to {most}"

@@ -9,12 +9,13 @@ import torch
 
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import all_gather, all_reduce, reduce_scatter
-from roundelay.ir.plan import REPLICAS, ExchangePlan, Plan
+from roundelay.ir.exchange import ExchangePlan, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
-from roundelay.lower.channels import sums_over_time
 from roundelay.lower.dataflow import sample_micro_batches
+from roundelay.lower.reading import read
 from roundelay.lower.signatures import is_local
 from roundelay.runtime.boxing import exchanged_shape, phases_of
 from roundelay.runtime.gradient_bucket import GradientBucket
@@ -72,7 +73,7 @@ def _text(exchange: ExchangePlan | None) -> str:
     sizes = " and ".join(
         f"{'x'.join(map(str, shape))} of {dtype}" for shape, dtype in zip(exchange.shapes, exchange.dtypes, strict=True)
     )
-    by = ", ".join(exchange.phases) or "handing on sums"
+    by = ", ".join(map(str, exchange.phases)) or "handing on sums"
     return f"{what} of stage {exchange.stage} over {exchange.axis} by {by}, {sizes}"
 
 
@@ -84,7 +85,7 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
         partial = [n for n in trained if captured.has_partial_gradient(n)]
         if partial:
             yield _of_weights(captured, spec, axis, partial, unused)
-    if sums_over_time(plan):
+    if read(plan).sums_over_time:
         yield replace(_of_weights(captured, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
         yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)
@@ -103,7 +104,7 @@ def _of_states(captured: Captured, spec: StageSpec, replicas: int, names: Sequen
             axis=REPLICAS,
             value="",
             segment=0,
-            phases=tuple(map(str, phases)),
+            phases=phases,
             dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
             shapes=bucket.rows,
             unused=(),
@@ -121,7 +122,7 @@ def _of_weights(
         axis=axis,
         value="",
         segment=0,
-        phases=tuple(map(str, all_reduce())),
+        phases=all_reduce(),
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in (*bucket.dtypes, torch.float64)),
         shapes=tuple([(count,) for count in bucket.elements]),
         unused=unused,
@@ -169,7 +170,7 @@ def _exchange(
         axis=axis,
         value=name,
         segment=segment,
-        phases=tuple(map(str, phases)),
+        phases=phases,
         dtypes=(value.dtype,),
         shapes=(exchanged_shape(shape, source, target),),
         unused=(),

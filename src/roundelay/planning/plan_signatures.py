@@ -12,11 +12,13 @@ from roundelay.frontend.mesh.written_out_softmax import written_out
 from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
 from roundelay.ir.graph import Graph
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.op_form import OpForm
-from roundelay.ir.plan import REPLICAS, Plan
-from roundelay.ir.sbp import B, Signature, Split, parse
+from roundelay.ir.plan import Lay, Plan
+from roundelay.ir.sbp import B, Signature, Split
 from roundelay.lower.boxed_graph import boxed_graph
 from roundelay.lower.megatron import megatron
+from roundelay.lower.reading import read
 from roundelay.lower.signatures import deduce
 from roundelay.lower.validate_mesh import check_mesh
 
@@ -27,7 +29,7 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     Raises:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
-    check_mesh(plan)
+    check_mesh(read(plan))
     states = states_of(plan, captured.graph)
     if plan.mesh_size == 1:
         signatures_of(plan, captured.graph)
@@ -124,8 +126,8 @@ def outputs_of(plan: Plan, graph: Graph) -> dict[str, Wanted]:
     found: dict[str, Wanted] = {}
     for pattern in sorted(plan.outputs, key=len):
         names = _named("outputs", pattern, list(last), "module or operation")
-        for text in _texts("outputs", plan.outputs, pattern, tuple(plan.mesh)):
-            found |= {last[name]: Wanted(parse(text), name == pattern) for name in names}
+        for signature in _given("outputs", plan.outputs, pattern, tuple(plan.mesh)):
+            found |= {last[name]: Wanted(signature, name == pattern) for name in names}
     return found
 
 
@@ -141,15 +143,13 @@ def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
     return {name: signature for name, signature in found.items() if isinstance(signature, Split)}
 
 
-def _matched(
-    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], graph: Graph, axes: tuple[str, ...]
-) -> dict[str, Signature]:
+def _matched(title: str, patterns: Mapping[str, Lay], graph: Graph, axes: tuple[str, ...]) -> dict[str, Signature]:
     """The signature of each parameter that a table of a plan names."""
     found: dict[str, Signature] = {}
     for pattern in sorted(patterns, key=len):  # a longer one replaces what a shorter one has said
         names = _named(title, pattern, list(graph.parameters), "parameter")
-        for text in _texts(title, patterns, pattern, axes):
-            found |= dict.fromkeys(names, parse(text))
+        for signature in _given(title, patterns, pattern, axes):
+            found |= dict.fromkeys(names, signature)
     return found
 
 
@@ -165,9 +165,7 @@ def _named(title: str, pattern: str, every: Sequence[str], kind: str) -> list[st
     return names
 
 
-def _texts(
-    title: str, patterns: Mapping[str, tuple[tuple[str, str], ...]], pattern: str, axes: tuple[str, ...]
-) -> list[str]:
+def _given(title: str, patterns: Mapping[str, Lay], pattern: str, axes: tuple[str, ...]) -> list[Signature]:
     """The signatures that a pattern gives."""
     named = [axis for axis, _ in patterns[pattern]]
     if len(set(named)) < len(named) or not set(named) <= set(axes):
@@ -177,7 +175,7 @@ def _texts(
             expected="each at most once, of the mesh: " + (", ".join(axes) or "none"),
             remedy="Correct the plan.",
         )
-    return [text for _, text in patterns[pattern]]
+    return [signature for _, signature in patterns[pattern]]
 
 
 def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) -> None:

@@ -28,12 +28,12 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
+from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
-from roundelay.lower.verify_schedule import programs_of
 from roundelay.planner.draft_plan import default_rule
 from roundelay.planner.given_layout import in_layout
-from roundelay.planner.prove_plan import prove
+from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
 from roundelay.planning.cuts import MEASURED, CutRequest, cut_by_names
 from roundelay.planning.default_choices import workers_are_open
@@ -260,14 +260,14 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     Raises:
         PlanError: it does not fit the model, or cannot be executed.
     """
-    check_plan(plan)
+    reading = check_plan(plan)
     ours = plan.model == captured.graph.fingerprint  # cuts of another model mean nothing in this one
     ends = [stage.segments for stage in plan.stages]
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
     check_exchanges(captured, stages, plan)
-    check_metrics(captured, plan)
-    prove(plan)
+    check_metrics(captured, len(plan.holders(plan.num_stages - 1)) // reading.mesh.places)
+    prove_checked(reading)
     return stages
 
 
@@ -323,4 +323,4 @@ def simulate(plan: Plan, *, batches: int = 8) -> simulator.Simulation:
         PlanError: the plan cannot be executed.
     """
     prove(plan)
-    return simulator.simulate(plan, programs_of(plan), stream([plan.micro_batches] * batches))
+    return simulator.simulate(plan, emit(check_plan(plan)), stream([plan.micro_batches] * batches))

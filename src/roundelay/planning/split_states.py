@@ -7,7 +7,8 @@ from dataclasses import replace
 from roundelay.errors import PlanError, listed
 from roundelay.frontend import Captured
 from roundelay.guards.split_optimizer_check import needs_whole
-from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Split
 from roundelay.job import Job
 from roundelay.planning.plan_signatures import with_patterns
@@ -31,7 +32,7 @@ def split_states(job: Job, captured: Captured, plan: Plan) -> tuple[Plan, tuple[
         )
     split = {name: one for name, one in dims.items() if name not in whole}
     patterns = with_patterns(split, list(captured.graph.parameters))
-    states = {name: ((REPLICAS, str(signature)),) for name, signature in patterns.items()}
+    states = {name: ((REPLICAS, signature),) for name, signature in patterns.items()}
     notice = f"Optimizer states left whole: {listed(list(whole))}: {why}"
     return replace(plan, states=states), ((notice,) if whole else ())
 

@@ -17,14 +17,16 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.frontend import Captured, RngKey
 from roundelay.frontend.stages.retarget_device import CPU
-from roundelay.ir.clip import Clip
+from roundelay.ir.averages import EMA
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
-from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
+from roundelay.lower.emit import emit
+from roundelay.lower.validate_plan import check_plan
+from roundelay.lower.work import works_of
 from roundelay.proof.fidelity_differences import DifferenceChecker
 from roundelay.proof.plain_stepper import Part, Update, generator_now, seed_of
 from roundelay.proof.shared_memory_tensors import Index, SharedTensors
@@ -64,14 +66,19 @@ class CapturedStepper:
         self._drawn = drawn
         self._captured, self._plan, self._seed, self._shared, self._place = captured, plan, seed, shared, place
         start = initial(captured, None, None)
-        self.stages = [Stage(captured, spec, job, plan, start, place) for spec in stages.stages]
+        reading = check_plan(plan)
+        works = works_of(reading, emit(reading))
+        homes = [works[plan.worker_of(spec.stage)] for spec in stages.stages]
+        self.stages = [
+            Stage(captured, spec, job, work, start, place) for spec, work in zip(stages.stages, homes, strict=True)
+        ]
         own = captured.model.named_parameters()
         names = {id(p): n for n, p in captured.model.named_parameters()}
         self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
         self._untouched: Tensors = {n: t.detach().to(place) for n, t in (*own, *captured.model.named_buffers())}
-        rule = LossScale.parse(plan.loss_scale)
+        rule = plan.loss_scale
         self._scaled, self._scales = rule.on, LossScaler(rule, None)
-        self._clip = Clip.parse(plan.clip)
+        self._clip = plan.clip
         self.checker = DifferenceChecker(captured.graph, plan)
 
     def update(self, parts: Sequence[Part], plain: Update) -> None:

@@ -20,7 +20,6 @@ import torch
 from roundelay.errors import NondeterministicError, RoundelayError, RunError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
-from roundelay.ir.clip import Clip
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
@@ -160,7 +159,7 @@ def _shared_memory(case: FidelityCase) -> SharedTensors:
     weights, buffers = [*model.parameters()], [*model.buffers()]
     weight_bytes = sum(t.numel() * t.element_size() for t in weights)
     buffer_bytes = sum(t.numel() * t.element_size() for t in buffers)
-    copies = 3 if Clip.parse(case.plan.clip).by == "global" else 2
+    copies = 3 if case.plan.clip.by == "global" else 2
     tensors = (3 * updates + 6) * (len(weights) + len(buffers) + 64)
     return SharedTensors(
         (copies * updates + 5) * weight_bytes + (updates + 3) * (2 * buffer_bytes + (1 << 20)), tensors
@@ -243,7 +242,7 @@ def _fidelity(case: FidelityCase, results: Mapping[str, Any]) -> Fidelity:
 
 def _left_out(plan: Plan, results: Mapping[str, Any]) -> Iterator[str]:
     """Notes on what of a plan has no counterpart in plain PyTorch."""
-    clip = Clip.parse(plan.clip)
+    clip = plan.clip
     if clip.by in ("stage", "previous"):
         yield f"clipping by {clip.by} has no counterpart, and is not compared"
     if plan.compile and results["draws"]:

@@ -18,9 +18,10 @@ from roundelay.errors import RoundelayError
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, copy_batch, num_rows, part_rows, split
 from roundelay.frontend.stages.retarget_device import CPU
-from roundelay.ir.clip import Clip
+from roundelay.ir.averages import EMA
+from roundelay.ir.clip import NO_CLIP
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job
@@ -133,8 +134,8 @@ def run_captured(
             captured = captured.compiling(None)
         elif plan.compile:
             compile_stages(case.job, captured, plan, stages, case.seed)
-        has_counterpart = Clip.parse(plan.clip).by == "global"
-        compared = plan if has_counterpart else replace(plan, clip="none")
+        has_counterpart = plan.clip.by == "global"
+        compared = plan if has_counterpart else replace(plan, clip=NO_CLIP)
         with torch.no_grad():
             drawn = KEY if case.same_draws and case.place != CPU else None
             stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.place, drawn)

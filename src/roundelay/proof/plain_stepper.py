@@ -28,8 +28,6 @@ from roundelay.frontend.stages.keyed_rng import default_generators, set_states
 from roundelay.frontend.stages.on_device import OnDevice, on_device
 from roundelay.frontend.stages.precision import autocast
 from roundelay.frontend.stages.retarget_device import CPU
-from roundelay.ir.clip import Clip
-from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -102,7 +100,7 @@ class PlainStepper:
             self.optimizer.train()  # type: ignore[attr-defined]
         scheduler: Any = None if job.scheduler is None else job.scheduler(self.optimizer)
         self.scheduler = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
-        self._clip, self._scale_rule = Clip.parse(plan.clip), LossScale.parse(plan.loss_scale)
+        self._clip, self._scale_rule = plan.clip, plan.loss_scale
         self._scale = self._scale_rule.first or 1.0
         self.averages = {n: p.detach().clone() for n, p in self.named if plan.ema and p.requires_grad}
 

@@ -30,12 +30,13 @@ from roundelay.actor.machine import Run
 from roundelay.errors import UsageError, counted
 from roundelay.frontend import RngKey
 from roundelay.ir.graph import Graph
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import REPLICAS, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.program import Channel, Program
 from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
-from roundelay.lower.channels import form_of, sums_over_time, updater_of
+from roundelay.lower.reading import read
 from roundelay.proof.tamper_sums import tampered_sums
 from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
 from roundelay.runtime.exchange import Parts
@@ -195,7 +196,7 @@ def tampered_handlers(way: str, plan: Plan, stage: int) -> dict[str, Handler]:
     """Handlers of a stage that break a run: in the last of its holders, or in the one that makes its updates."""
     if way == ORDER:
         return {}
-    holders, updater = len(plan.stages[stage].workers), updater_of(plan, stage)
+    holders, updater = len(plan.stages[stage].workers), read(plan).updater(stage)
     victim = holders - 1 if updater is None else updater
     if way in SUM_WAYS:
         wrong = tampered_sums(way, holders, several=plan.micro_batches > 1 and holders == 1)
@@ -242,7 +243,7 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         UsageError: the way makes no difference anywhere.
     """
     _check_sums(way, plan)
-    along = 1 if sums_over_time(plan) else max(plan.replicas, *plan.mesh.values(), 1)
+    along = 1 if read(plan).sums_over_time else max(plan.replicas, *plan.mesh.values(), 1)
     least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
     if along < least.get(way, 1):
         raise UsageError(
@@ -285,7 +286,7 @@ def _check_sums(way: str, plan: Plan) -> None:
     """
     if way not in SUM_WAYS:
         return
-    form = form_of(plan)
+    form = read(plan).form
     sums = form is not None and form.staggered and (way != HOP or form.sums)
     if not sums or (way == SUM_ORDER and plan.batch_parts < 3):
         raise UsageError(

@@ -14,15 +14,14 @@ import torch
 from roundelay.errors import JobError, NondeterministicError, UsageError
 from roundelay.frontend import Captured, RngKey
 from roundelay.guards.statelessness import reachable_state_of
-from roundelay.ir.clip import Clip
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.graph import Graph
-from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import apart
-from roundelay.lower.channels import deals, schedule_of, updater_of
+from roundelay.lower.reading import read
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
 from roundelay.planning.job_file import GivenJob
@@ -44,7 +43,7 @@ from roundelay.proof.tamper_ways import check_tamper
 from roundelay.reference import ReferenceResult, Setting, run_reference
 from roundelay.reference.run_inputs import ReferenceStage
 from roundelay.runtime.handlers import Handler
-from roundelay.runtime.loading.batch_reader import read
+from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.loading.loader_epoch import same_batch
 from roundelay.runtime.loading.loader_probe import first_batch
@@ -322,7 +321,7 @@ def _reference(
     states = None if anew else session.initial.optimizer
     most = max(len(stage.workers) for stage in plan.stages) // plan.mesh_size
     buffers = [dict(origin.buffers_of(replica)) for replica in range(most)]
-    slots = schedule_of(plan).window == "slots"
+    slots = read(plan).schedule.window == "slots"
     whole = ReferenceResult(buffers=buffers, loss_scale=None if anew else session.initial.loss_scale)
 
     def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -334,7 +333,7 @@ def _reference(
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
         registers = Registers(1, plan.deadline_s)  # without a thread, but with a deadline
         least = captured.graph.min_rows
-        stream = read(
+        stream = read_micro_batches(
             job.loader,
             session.seed,
             plan.micro_batches,
@@ -392,9 +391,9 @@ def _reference_stages(session: Session) -> list[ReferenceStage]:
     for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         made = reference_stage(captured, stored, plan.mesh_size, torch.device(plan.device_of(spec.stage)))
-        turns = len(plan.holders(spec.stage)) if deals(plan) else 0
+        turns = len(plan.holders(spec.stage)) if read(plan).takes_turns else 0
         threads = plan.threads_of(spec.stage)
-        stages.append(replace(made, turns=turns, updater=updater_of(plan, spec.stage), threads=threads))
+        stages.append(replace(made, turns=turns, updater=read(plan).updater(spec.stage), threads=threads))
     return stages
 
 
@@ -410,13 +409,13 @@ def _setting(
         rule=rule_named(plan.rule),
         predictor=plan.predictor,
         mode=plan.backward,  # type: ignore[arg-type]
-        clip=Clip.parse(plan.clip),
-        loss_scale=LossScale.parse(plan.loss_scale),
+        clip=plan.clip,
+        loss_scale=plan.loss_scale,
         loss_scale_at=loss_scale_at,
         numbers=numbers,
         ema=plan.ema,
         labels_per_row=graph.labels_per_row,
-        staggered=plan.batch_parts if schedule_of(plan).window == "slots" else 0,
+        staggered=plan.batch_parts if read(plan).schedule.window == "slots" else 0,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 
@@ -495,7 +494,7 @@ def _compare(
 
 
 def _holder_text(plan: Plan, holder: int) -> str:
-    replica, part = divmod(holder, plan.mesh_size)
+    replica, part = plan.grid.where(holder)
     in_replica = f" in replica {replica}" if plan.replicas > 1 else ""
     return in_replica + (f" at place {part} of the mesh" if plan.mesh_size > 1 else "")
 

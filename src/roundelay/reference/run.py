@@ -25,10 +25,10 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import InternalError
+from roundelay.ir.averages import EMA
 from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA
 from roundelay.reference.gradients import ScaleTable, joint_norm, norm_of, whole_norm
 from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict

@@ -14,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.deduction import Box
 from roundelay.ir.loss_scale import NO_SCALE, LossScale
-from roundelay.ir.plan import NO_EMA
 from roundelay.ir.rule import Mode, UpdateRule
 from roundelay.ir.sbp import Split
 

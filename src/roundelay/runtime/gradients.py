@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from roundelay.ir.clip import EPSILON, Clip
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import REPLICAS
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.state_bucket import StateBucket
 

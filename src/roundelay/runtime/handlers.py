@@ -14,10 +14,9 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
-from roundelay.ir.exchange import Phase, reduce_scatter
+from roundelay.ir.exchange import ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import ExchangePlan
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing import Boxing
@@ -337,7 +336,7 @@ def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
     if exchange.kind == "weight":
         return WEIGHTS
-    scattered = exchange.kind == "weight-gradient" and tuple(map(Phase.parse, exchange.phases)) == reduce_scatter()
+    scattered = exchange.kind == "weight-gradient" and exchange.phases == reduce_scatter()
     return STATES if scattered else exchange.axis
 
 

@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from roundelay.frontend import Captured
 from roundelay.frontend.export.gradient_hooks import call_hooks, hooks_of
-from roundelay.ir.plan import Plan
+from roundelay.ir.work import Settings
 from roundelay.job import Job
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.optimizer.optimizer_state import OptimizerState
@@ -36,7 +36,7 @@ class OptimizerSteps:
     Args:
         captured: the model.
         job: has the optimizer and scheduler.
-        plan: has the decay of the averages.
+        settings: has the decay of the averages.
         initial: the state to start from.
         owned: what the holder updates.
         first: whether it is the first of the stage's holders, which shows gradients to the hooks on them.
@@ -46,7 +46,7 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, captured: Captured, job: Job, plan: Plan, initial: Initial, owned: OwnedWeights, *, first: bool
+        self, captured: Captured, job: Job, settings: Settings, initial: Initial, owned: OwnedWeights, *, first: bool
     ) -> None:
         self._hooks = hooks_of(captured.model) if first else {}
         self._weights = owned.weights
@@ -56,7 +56,7 @@ class OptimizerSteps:
         }
         named = [(n, self._weights.get(n, p)) for n, p in captured.model.named_parameters()]
         self.optimizer = build_optimizer(job.optimizer, named)
-        choose_alike(self.optimizer, plan.devices)
+        choose_alike(self.optimizer, settings.devices)
         self._leaves_gradients = _leaves_gradients(self.optimizer)  # asked before a scheduler wraps its step
         self._kept_state = OptimizerState(self.optimizer, named)
         narrow(self.optimizer, self._weights, named)
@@ -68,7 +68,7 @@ class OptimizerSteps:
                 self.optimizer.step()  # changes nothing, as there are no gradients; schedulers expect it
             self.scheduler.step()  # type: ignore[union-attr]
         self._kept_state.restore(self._weights, state)
-        self._averages = WeightAverages(plan.ema, self._weights, state)
+        self._averages = WeightAverages(settings.ema, self._weights, state)
         self._known_state = False
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> None:

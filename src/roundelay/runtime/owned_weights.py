@@ -9,8 +9,7 @@ import torch
 
 from roundelay.checkpoint.shards import Ranges
 from roundelay.frontend import Captured
-from roundelay.ir.plan import Plan
-from roundelay.ir.stage import StageSpec
+from roundelay.ir.work import StageWork
 from roundelay.runtime.state_bucket import StateBucket
 
 
@@ -20,23 +19,16 @@ class OwnedWeights:
 
     Args:
         captured: the model; :attr:`Captured.states` says of which parameters each replica updates a part (ZeRO-1).
-        spec: the stage as data.
-        plan: has the replicas and the exchanges.
+        own: the stage on this holder.
+        replicas: R.
         parameters: by name, what this worker of the mesh has of them; shared.
-        replica: which of the replicas it is of.
-        part: which worker of the mesh it is.
     """
 
     def __init__(
-        self,
-        captured: Captured,
-        spec: StageSpec,
-        plan: Plan,
-        parameters: Mapping[str, torch.nn.Parameter],
-        replica: int,
-        part: int,
+        self, captured: Captured, own: StageWork, replicas: int, parameters: Mapping[str, torch.nn.Parameter]
     ) -> None:
-        self._captured, self._whole, self._part, self._place = captured, parameters, part, (plan.replicas, replica)
+        replica, part = own.replica, own.place
+        self._captured, self._whole, self._part, self._place = captured, parameters, part, (replicas, replica)
         #: names of parameters of which this holder updates a part
         self.split = {n for n in parameters if n in captured.states}
         #: what it updates, by name; where nothing is split, the parameters themselves
@@ -44,10 +36,9 @@ class OwnedWeights:
             n: torch.nn.Parameter(self._owned(n, p.detach()), p.requires_grad) if n in self.split else p
             for n, p in parameters.items()
         }
-        unused = {n for e in plan.exchanges if e.stage == spec.stage for n in e.unused}
-        exchanged = [(n, p.detach()) for n, p in parameters.items() if n in self.split and n not in unused]
+        exchanged = [(n, p.detach()) for n, p in parameters.items() if n in self.split and n not in own.unused]
         #: how replicas exchange the parts; None where each updates all
-        self.bucket = StateBucket.of(exchanged, captured.states, plan.replicas) if exchanged else None
+        self.bucket = StateBucket.of(exchanged, captured.states, replicas) if exchanged else None
         #: those that it reports, and counts in norms: each part of a parameter has one such holder
         self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
         self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}

@@ -14,24 +14,26 @@ from typing import NamedTuple, final
 import torch
 
 from roundelay.errors import InternalError
-from roundelay.ir.exchange import Phase, all_reduce
-from roundelay.ir.plan import ExchangePlan, Plan
+from roundelay.ir.exchange import ExchangePlan, all_reduce
 from roundelay.ir.sbp import bounds
-from roundelay.lower.channels import channels_of, exchanges_of
+from roundelay.ir.work import Work
 from roundelay.runtime.exchange import Parts
 
 ALIGNMENT = 64
 
 
-def shared_bytes(plan: Plan) -> dict[int, int]:
+def shared_bytes(works: Sequence[Work]) -> dict[int, int]:
     """Bytes of the memory of every exchange of gradients, by channel: a block for each holder, and one for the sum."""
-    channels = {c.id: c for c in channels_of(plan)}
-    sums = {n: exchange for n, exchange in exchanges_of(plan).items() if _sums_weights(exchange)}
-    return {number: (len(channels[number].sources) + 1) * bytes_of_block(exchange) for number, exchange in sums.items()}
+    return {
+        channel.id: (len(channel.sources) + 1) * bytes_of_block(exchange)
+        for work in works
+        for channel in work.program.channels
+        if (exchange := work.exchanges.get(channel.id)) is not None and _sums_weights(exchange)
+    }
 
 
 def _sums_weights(exchange: ExchangePlan) -> bool:
-    return exchange.kind == "weight-gradient" and tuple(map(Phase.parse, exchange.phases)) == all_reduce()
+    return exchange.kind == "weight-gradient" and exchange.phases == all_reduce()
 
 
 def bytes_of_block(exchange: ExchangePlan) -> int:

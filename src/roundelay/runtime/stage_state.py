@@ -16,17 +16,13 @@ from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.segment import Leaves
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
-from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import Phase, all_reduce
+from roundelay.ir.exchange import ExchangePlan, all_reduce
 from roundelay.ir.graph import COUNT, LOSS
-from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import REPLICAS, Plan
-from roundelay.ir.rule import rule_named
 from roundelay.ir.stage import StageSpec
+from roundelay.ir.work import Work
 from roundelay.job import Job
-from roundelay.lower.channels import schedule_of, updater_of, wanders
-from roundelay.lower.emit import reads_older
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
@@ -36,7 +32,6 @@ from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
 from roundelay.runtime.wandering_state import Carried, WanderingState
-from roundelay.schedules import schedule_for
 from roundelay.transport.endpoint import Value
 from roundelay.weight_prediction import LastStep
 
@@ -48,10 +43,9 @@ class Stage:
         captured: the model.
         spec: the stage as data.
         job: has the optimizer and scheduler.
-        plan: has the rule, the predictor and the clipping.
+        work: of its worker.
         initial: the state to start from, on the CPU; copied.
         place: the device where it computes and keeps its tensors.
-        holder: its number among the holders of the stage, in the order of the replicas and then of the mesh.
     """
 
     def __init__(
@@ -59,31 +53,30 @@ class Stage:
         captured: Captured,
         spec: StageSpec,
         job: Job,
-        plan: Plan,
+        work: Work,
         initial: Initial,
         place: torch.device = CPU,
-        holder: int = 0,
     ) -> None:
-        self.spec, self.place, self.holder = spec, place, holder
-        #: which of the replicas it is of, and which worker of the mesh
-        self.replica, self.part = replica, part = divmod(holder, plan.mesh_size)
-        self._wanders = wanders(plan)
-        if self._wanders:  # each holder has all of the stage, while it has its state
-            self.replica = replica = 0
-            initial = initial if holder == updater_of(plan, spec.stage) else replace(initial, optimizer={})
-        self.halved = schedule_for(rule_named(plan.rule), plan.layout).halved
+        self.spec, self.place = spec, place
+        own, settings = work.stage(spec.stage), work.settings
+        #: its number among the holders of the stage, which of the replicas it is of, and its place in the mesh
+        self.holder, self.replica, self.part = holder, replica, part = own.holder, own.replica, own.place
+        self._moves = own.moves
+        if not own.updates:
+            initial = replace(initial, optimizer={})
+        self.halved = work.program.halved
         self.function = captured.stage(spec, place, halved=self.halved, part=part)
         self._parts = {"": self.function}
-        self.clip = Clip.parse(plan.clip)
+        self.clip = settings.clip
         self.parameters = {
             n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), place)
             for n in spec.parameters
         }
         captured.flatten_recurrent(spec, self.parameters)
-        self.owned = OwnedWeights(captured, spec, plan, self.parameters, replica, part)
+        self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters)
         flight = initial.flight_of(spec.stage, self.holder)
         self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
-        self.steps = OptimizerSteps(captured, job, plan, initial, self.owned, first=self.holder == 0)
+        self.steps = OptimizerSteps(captured, job, settings, initial, self.owned, first=holder == 0)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
@@ -94,9 +87,9 @@ class Stage:
         self.gradients = Gradients(
             spec.parameters,
             self.clip,
-            scaled=LossScale.parse(plan.loss_scale).on,
+            scaled=settings.loss_scale.on,
             shares=not captured.graph.loss_counts,
-            buckets=self._buckets(plan, captured),
+            buckets=self._buckets(own.exchanges, captured),
             counted=self.owned.names,
             states=self.owned.bucket,
             replica=replica,
@@ -107,11 +100,11 @@ class Stage:
         if flight is not None:
             last = last_steps(flight, place)
         self._predictions = PredictedWeights(
-            plan.predictor, self.steps.optimizer, self.owned.weights, self.steps.rates, self.gradients, last
+            settings.predictor, self.steps.optimizer, self.owned.weights, self.steps.rates, self.gradients, last
         )
-        anew = schedule_of(plan).window == "slots"
+        anew = work.program.over == "slots"
         self.in_flight = ResumeState(flight, place, anew=anew)
-        self._older = OlderVersions(kept_at(flight, place), saves_before=anew and reads_older(plan, spec.stage, holder))
+        self._older = OlderVersions(kept_at(flight, place), saves_before=anew and own.reads_older)
         carried = Carried(self._older.kept, self.in_flight.recorded)
         self._wandering = WanderingState(self.parameters, self.buffers, self.gradients, carried)
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
@@ -249,7 +242,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         self.steps.give(self.gradients.whole(norm))
-        if self._wanders:
+        if self._moves:
             self._older.release(version)
         self._older.keep(version, self.parameters, saved=saved)
         held, self._leaves = self._held(), None
@@ -305,9 +298,8 @@ class Stage:
             return self.live()
         return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
 
-    def _buckets(self, plan: Plan, captured: Captured) -> dict[str, GradientBucket]:
+    def _buckets(self, exchanges: Sequence[ExchangePlan], captured: Captured) -> dict[str, GradientBucket]:
         """How gradients are exchanged with other holders, by axis."""
-        exchanges = [e for e in plan.exchanges if e.stage == self.spec.stage and e.kind == "weight-gradient"]
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         return {
             exchange.axis: GradientBucket.of(
@@ -320,7 +312,7 @@ class Stage:
                 self.place,
             )
             for exchange in exchanges
-            if tuple(map(Phase.parse, exchange.phases)) in ((), all_reduce())
+            if exchange.kind == "weight-gradient" and exchange.phases in ((), all_reduce())
         }
 
     def tape_bytes(self) -> int:
@@ -348,7 +340,7 @@ class Stage:
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
-        older = self._older.checkpointed(updates, copied=self._wanders)
+        older = self._older.checkpointed(updates, copied=self._moves)
         return self.in_flight.hand_over(updates, *older, self._predictions.last)
 
 

@@ -22,8 +22,8 @@ from roundelay.checkpoint.held_state import HeldState, StateTable, encode
 from roundelay.checkpoint.shards import Shard
 from roundelay.checkpoint.stored_files import StoredState, unfinished_bytes, write_state
 from roundelay.errors import DeadlineError, RoundelayError
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, EVALUATED
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.processes.user_errors import unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure

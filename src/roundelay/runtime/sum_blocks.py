@@ -10,32 +10,23 @@ whose sum had everyone's gradients; and everyone had by then updated from batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
-from roundelay.ir.plan import ExchangePlan, Plan
-from roundelay.lower.channels import channels_of, sums_over_time
+from roundelay.ir.exchange import ExchangePlan
+from roundelay.ir.work import Work
 from roundelay.runtime.exchange import Parts
 from roundelay.runtime.shared_sums import block_of, bytes_of_block
 
 BLOCKS = 4
 
 
-def planned_sums(plan: Plan) -> dict[int, tuple[int, ExchangePlan]]:
-    """By stage: the channel by which :meth:`Endpoint.shared` knows the memory of its sums, and what is summed."""
-    if not sums_over_time(plan):
-        return {}
-    numbers: dict[int, int] = {}
-    for channel in channels_of(plan):
-        if channel.kind == "partial":
-            numbers.setdefault(channel.sources[0].stage, channel.id)
-    return {e.stage: (numbers[e.stage], e) for e in plan.exchanges if not e.phases and e.stage in numbers}
-
-
-def sum_bytes(plan: Plan) -> dict[int, int]:
-    """Bytes of the memory of every stage's sums, by that channel."""
-    return {channel: BLOCKS * bytes_of_block(exchange) for channel, exchange in planned_sums(plan).values()}
+def sum_bytes(works: Sequence[Work]) -> dict[int, int]:
+    """Bytes of the memory of every stage's sums, by the channel by which :meth:`Endpoint.shared` knows it."""
+    summed = [own for work in works for own in work.stages if own.sums >= 0]
+    return {own.sums: BLOCKS * bytes_of_block(own.summed) for own in summed}
 
 
 @final

@@ -16,14 +16,12 @@ import torch
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import all_reduce
-from roundelay.ir.loss_scale import LossScale
+from roundelay.ir.exchange import ExchangePlan, all_reduce
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import ExchangePlan, Plan
 from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.ir.stage import Edge, Partition, StageSpec
+from roundelay.ir.work import Settings, Work
 from roundelay.job import Job
-from roundelay.lower.channels import awaits_grad_norm, exchanges_of, uses_grad_norm, wanders
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.boxing import Boxing
@@ -32,7 +30,7 @@ from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
-from roundelay.runtime.loading.batch_reader import read
+from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.loading.prefetch import Registers
@@ -44,7 +42,7 @@ from roundelay.runtime.processes.worker_messages import Report, Reporter, failur
 from roundelay.runtime.shared_sums import block_of
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
-from roundelay.runtime.sum_blocks import SumBlocks, planned_sums
+from roundelay.runtime.sum_blocks import SumBlocks
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]
@@ -71,8 +69,7 @@ class Task:
     """Everything a run needs, the same for all workers.
 
     Args:
-        plan: the plan.
-        programs: its programs, one per worker.
+        works: what each worker is sent.
         partition: its stages.
         captured: the model.
         job: the user's job.
@@ -86,8 +83,7 @@ class Task:
         control: lets the launcher request a checkpoint or the end of the run from the reader.
     """
 
-    plan: Plan
-    programs: tuple[Program, ...]
+    works: tuple[Work, ...]
     partition: Partition
     captured: Captured
     job: Job
@@ -99,6 +95,11 @@ class Task:
     states: StateUse
     prepare: Prepare | None = None
     control: RunControl | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What all workers have in common."""
+        return self.works[0].settings
 
 
 @dataclass(slots=True)
@@ -158,34 +159,34 @@ class _Worker:
 
     def __init__(self, task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
         self.task, self.worker, self.endpoint, self.report, self.device = task, worker, endpoint, report, device
-        program = task.programs[worker]
+        self.work = own = task.works[worker]
+        program, settings = own.program, own.settings
         #: intra-op threads; set before every instruction, as those of workers in one process may share a thread
-        self.threads = task.plan.workers[worker].threads
+        self.threads = own.threads
         use_threads(self.threads)
-        self.holder = task.plan.holder_of(worker)
-        redone = _in_flight(task.initial, program, self.holder)
+        redone = _in_flight(task.initial, own)
         self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
         self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
         self.states_from = {c.id for c in program.channels if c.kind in STATES}
         #: by stage, the memory that its holders share for sums, if they do
         self.sum_blocks = {
-            stage: SumBlocks(memory, exchange)
-            for stage, (number, exchange) in planned_sums(task.plan).items()
-            if (memory := endpoint.shared(number)) is not None
+            of.stage: SumBlocks(memory, of.summed)
+            for of in own.stages
+            if of.sums >= 0 and (memory := endpoint.shared(of.sums)) is not None
         }
         self.links = {c.id: self._link(c) for c in program.channels}
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
         self.resident, self.thread = resident_bytes(), threading.get_native_id()
-        self.registers = Registers(program.registers, task.plan.deadline_s)
-        data = read(
+        self.registers = Registers(program.registers, settings.deadline_s)
+        data = read_micro_batches(
             task.job.loader,
             task.seed,
-            task.plan.micro_batches,
+            settings.micro_batches,
             task.extent,
             task.captured.values,
-            replicas=task.plan.replicas,
+            replicas=settings.replicas,
             min_rows=task.captured.graph.min_rows,
             padded=program.over == "slots",
             registers=self.registers,
@@ -196,18 +197,17 @@ class _Worker:
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
         self.progress = _Progress(time.perf_counter())
-        self.log = InstructionLog(kept_micro_batches(max(len(p.body) for p in task.programs)))
+        self.log = InstructionLog(kept_micro_batches(max(len(work.program.body) for work in task.works)))
         self.digests: list[list[object]] = []
 
     def _context(self, number: int, program: Program) -> Context:
         """Create the context of the handlers of one stage."""
-        task = self.task
-        spec, first = task.partition.stages[number], (number, self.holder) == (0, 0)
-        exchanges = exchanges_of(task.plan)
-        scale = LossScale.parse(task.plan.loss_scale)
+        task, settings, exchanges = self.task, self.work.settings, self.work.exchanges
+        spec, first = task.partition.stages[number], (number, self.work.stage(number).holder) == (0, 0)
+        scale = settings.loss_scale
         scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
         norms = None
-        if first and uses_grad_norm(task.plan):
+        if first and settings.needs_norm:
             norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
@@ -225,13 +225,13 @@ class _Worker:
             self.states,
             norms,
             scale.on,
-            awaits_grad_norm(task.plan),
+            settings.awaits_norm,
         )
 
     def _stage(self, spec: StageSpec, program: Program) -> Stage:
         task, number = self.task, spec.stage
-        stage = Stage(task.captured, spec, task.job, task.plan, task.initial, self.device.place, self.holder)
-        if wanders(task.plan) and number not in program.holds:
+        stage = Stage(task.captured, spec, task.job, self.work, task.initial, self.device.place)
+        if self.work.stage(number).moves and number not in program.holds:
             stage.leave_state()
         return stage
 
@@ -242,7 +242,7 @@ class _Worker:
             own = channel, self.worker, self.endpoint, self.deliver, self.machine.grant
             if memory is None or channel.phases != all_reduce():
                 return ExchangeLink(*own)
-            planned, holders = exchanges_of(self.task.plan)[channel.id], [port.worker for port in channel.sources]
+            planned, holders = self.work.exchanges[channel.id], [port.worker for port in channel.sources]
             blocks = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
             sent = planned.bytes_sent(len(holders), holders.index(self.worker))
             return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
@@ -270,7 +270,7 @@ class _Worker:
                 yield machine.wants_credit
                 self.wait()
         self._report_events()
-        self.states.finish(self.task.plan.deadline_s)
+        self.states.finish(self.work.settings.deadline_s)
         self.report(Report("finished", self.worker, self._summary()))
 
     def execute_instruction(self, run: Run) -> None:
@@ -321,7 +321,7 @@ class _Worker:
         """
         machine, endpoint = self.machine, self.endpoint
         try:
-            delivery = endpoint.receive(self.task.plan.deadline_s, machine.wants_credit)
+            delivery = endpoint.receive(self.work.settings.deadline_s, machine.wants_credit)
         except DeadlineError as error:
             raise self._deadline_error() from error
         if type(delivery) is Arrived:
@@ -341,13 +341,13 @@ class _Worker:
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
             f"worker {self.worker}",
-            got=f"silence for {self.task.plan.deadline_s:g} s while {self.machine.waits_for()}",
+            got=f"silence for {self.work.settings.deadline_s:g} s while {self.machine.waits_for()}",
             expected="a message within the plan's deadline_s",
             remedy="Check what the other workers do; raise deadline_s if one instruction takes longer.",
         )
 
     def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        self.digests.append([kind, stage, self.holder, number, digest(tensors)])
+        self.digests.append([kind, stage, self.work.stage(stage).holder, number, digest(tensors)])
 
     def _report_progress(self, run: Run, now: float) -> None:
         """Report the busy seconds after an update, at most ten times a second."""
@@ -393,9 +393,9 @@ class _Worker:
         }
 
 
-def _in_flight(initial: Initial, program: Program, holder: int) -> dict[int, int] | None:
+def _in_flight(initial: Initial, work: Work) -> dict[int, int] | None:
     """Return micro-batch to version of the forwards to redo; None if the stages start empty."""
-    flights = [initial.flight_of(stage, holder) for stage in program.stages]
+    flights = [initial.flight_of(own.stage, own.holder) for own in work.stages]
     resumed = [flight for flight in flights if flight is not None]
     return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
 

@@ -23,8 +23,9 @@ from roundelay.frontend import DEFAULT_GENERATOR_LOCK, Captured
 from roundelay.frontend.loss_closure import MODEL_LOCK
 from roundelay.frontend.stages.on_device import OnDevice
 from roundelay.frontend.stages.retarget_device import CPU
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job, StopTraining
 from roundelay.runtime.initial_state import Initial

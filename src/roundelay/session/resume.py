@@ -15,9 +15,11 @@ from roundelay.checkpoint.in_flight_state import Flights, InFlight, StageInFligh
 from roundelay.checkpoint.stored_files import inside_run
 from roundelay.errors import CheckpointError
 from roundelay.frontend import Captured
-from roundelay.ir.plan import EMA, EVALUATED, Plan
+from roundelay.ir.averages import EMA, EVALUATED
+from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.validate_plan import check_plan
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.optimizer.stage_optimizer import RateTable
 from roundelay.schedules import schedule_named
@@ -94,7 +96,7 @@ def order_of(plan: Plan, captured: Captured) -> dict[str, str]:
     run that continues with others than its checkpoint's (some are frozen no more) starts with empty stages, and without
     optimizer state of those that were frozen.
     """
-    programs = sorted(programs_of(plan), key=lambda program: program.stages)
+    programs = sorted(emit(check_plan(plan)), key=lambda program: program.stages)
     blocks = [(program.over, program.every, *map(str, program.body)) for program in programs]
     names = [name for name, parameter in captured.model.named_parameters() if parameter.requires_grad]
     every = sum(1 for _ in captured.model.parameters())
@@ -138,7 +140,7 @@ def computing_digest(plan: Plan, order: Mapping[str, str], rates: RateTable, see
     """
     if schedule_named(rule_named(plan.rule).schedule).window != "batch":
         return ""
-    choices = plan.clip, plan.ema, plan.precision, plan.loss_scale, plan.compile, plan.devices, seed
+    choices = str(plan.clip), plan.ema, plan.precision, str(plan.loss_scale), plan.compile, plan.devices, seed
     options = [
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if not callable(v)}
         for group in rates.group_options

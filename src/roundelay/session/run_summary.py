@@ -10,6 +10,7 @@ from typing import Any
 from roundelay.errors import counted
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
+from roundelay.lower.reading import read
 from roundelay.observe.progress_lines import duration
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.time_shares import gaps_of, shares_of
@@ -89,7 +90,7 @@ def spans_of(trained: Trained) -> list[Span]:
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
     """The gaps between the instructions of a run."""
-    return gaps_of(spans, channels_of(plan), plan.num_workers)
+    return gaps_of(spans, channels_of(read(plan)), plan.num_workers)
 
 
 def stage_names(session: Session) -> dict[int, str]:

@@ -8,7 +8,7 @@ from roundelay.checkpoint.checkpoint import Checkpoint, Position
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.lower.channels import schedule_of
+from roundelay.lower.reading import read
 from roundelay.planner.check_given import check_length
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 
@@ -46,6 +46,6 @@ def extent(job: Job, length: Length, start: Checkpoint | None, plan: Plan | None
             remedy=f"Give --epochs {position.epoch + 1} or more, or --steps.",
         )
     g = -(-position.micro_batches // (1 if plan is None else plan.replicas))  # no number is given twice
-    if plan is not None and schedule_of(plan).window == "slots":
+    if plan is not None and read(plan).schedule.window == "slots":
         g += -g % plan.micro_batches  # batches begin at multiples of their size
     return Extent(g, position.updates, position.epoch, position.batches_into_epoch, steps, epochs)

@@ -22,8 +22,9 @@ from roundelay.launching.forked_call import check_transport, isolated, must_isol
 from roundelay.launching.launch import run
 from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.launching.torchrun_worker import run_follower
-from roundelay.lower.channels import num_updaters
-from roundelay.lower.verify_schedule import programs_of
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.lower.work import works_of
 from roundelay.observe.progress_lines import RunLength
 from roundelay.planning.compile_stages import Compile, for_plan, stage_compiler
 from roundelay.planning.planning import fitted
@@ -129,8 +130,9 @@ class Session:
                 remedy=f"Give --seed {start.seed}.",
             )
         self.partition = fitted(self.captured, plan)
+        self.reading = read(plan)
         #: one for each worker; changed only to break a run on purpose
-        self.programs = programs_of(plan)
+        self.programs = emit(self.reading)
         check_narrowing(
             job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
         )
@@ -224,7 +226,7 @@ class Session:
         )
         shapes = self.captured.parameters()
         gatherer = StateGatherer(
-            sum(num_updaters(self.plan, stage) for stage in range(self.plan.num_stages)),
+            sum(self.reading.num_updaters(stage) for stage in range(self.plan.num_stages)),
             {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
             lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
             compares=audit,
@@ -372,8 +374,7 @@ class Session:
         handlers: Mapping[int, Mapping[str, Handler]] = MappingProxyType({}),
     ) -> Task:
         return Task(
-            plan=self.plan,
-            programs=self.programs,
+            works=works_of(self.reading, self.programs),
             partition=self.partition,
             captured=self.captured,
             job=self.job,

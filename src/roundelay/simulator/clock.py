@@ -19,6 +19,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
 from roundelay.lower.channels import exchanges_of
+from roundelay.lower.reading import read
 from roundelay.simulator.held_by_stage import peaks
 from roundelay.simulator.simulation import Interval, Simulation, WorkerReport
 
@@ -266,13 +267,13 @@ def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
     for exchange in plan.exchanges:
         sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
     found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
-    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(plan).items()}
+    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(read(plan)).items()}
 
 
 def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
     """Seconds of each exchange: in each phase the holder that sends most sets the time."""
     seconds = {}
-    for number, exchange in exchanges_of(plan).items():
+    for number, exchange in exchanges_of(read(plan)).items():
         holders = len(channels[number].sources)
         most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
         seconds[number] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)

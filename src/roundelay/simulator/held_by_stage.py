@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from roundelay.ir.plan import StagePlan
 from roundelay.ir.program import KEPT, Program
 from roundelay.simulator.simulation import Interval
+
+
+class StageBytes(Protocol):
+    """The sizes of one stage, as a plan has them."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of its weights."""
+
+    @property
+    def tape_bytes(self) -> int:
+        """That one forward leaves for its backward."""
+
+    @property
+    def owed_bytes(self) -> int:
+        """That the first half of a backward leaves for the second."""
+
 
 _AMOUNTS = ("tapes", "owed", "tape_bytes", "weight_bytes", "version_bytes")
 
 
-def peaks(program: Program, stages: Sequence[StagePlan], intervals: Sequence[Interval]) -> dict[str, int]:
+def peaks(program: Program, stages: Sequence[StageBytes], intervals: Sequence[Interval]) -> dict[str, int]:
     """The most that a worker holds at one time: tapes, owed halves, bytes of both, of weights and of all versions.
 
     Args:
         program: the worker's.
-        stages: of the plan.
+        stages: by number.
         intervals: what the worker ran, in order.
 
     Returns:
@@ -65,11 +82,11 @@ class _HeldByStage:
 
     Args:
         number: of the stage.
-        stage: the stage in the plan, which has its bytes.
+        stage: its bytes.
         program: the program of its worker.
     """
 
-    def __init__(self, number: int, stage: StagePlan, program: Program) -> None:
+    def __init__(self, number: int, stage: StageBytes, program: Program) -> None:
         self.stage, self.halved = stage, program.owed > 0
         wanders = any(instruction.opcode == "pass" for instruction in program.body)
         #: whether the worker has the stage's state

@@ -26,7 +26,7 @@ Dealt = tuple[tuple[MicroBatch, dict[str, torch.Tensor]], ...]
 """One micro-batch of each replica: header, and the values that enter the graph; none if it has no rows."""
 
 
-def read(  # noqa: PLR0913  data, from where to where, and in which parts
+def read_micro_batches(  # noqa: PLR0913  data, from where to where, and in which parts
     batches: Batches,
     seed: int,
     micro_batches: int,

@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 
 from roundelay.errors import CheckpointError, JobError
-from roundelay.ir.plan import EMA, EVALUATED
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.job import Named
 from roundelay.runtime.optimizer.nested_state import flatten, unflatten
 from roundelay.runtime.optimizer.optimizer_wrappers import all_groups, all_optimizers, all_states

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from roundelay.ir.plan import EMA, EVALUATED
+from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.runtime.optimizer.stage_optimizer import has_eval_mode
 
 States = dict[str, dict[str, Any]]

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from roundelay.checkpoint.atomic_files import replacing_file, strict_json, unwritten
-from roundelay.compare.comparison_variants import Variant
-from roundelay.compare.run_results import RunResult, damaged_run, read_result
+from roundelay.comparison.comparison_variants import Variant
+from roundelay.comparison.run_results import RunResult, damaged_run, read_result
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.observe.run_folder import RunFolder

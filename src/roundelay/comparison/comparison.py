@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from roundelay.checkpoint.checkpoint import Checkpoint
-from roundelay.compare.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
-from roundelay.compare.comparison_variants import OPTIMIZERS, OWN, Variant, rule_of_cuts, variants
-from roundelay.compare.run_results import RunResult, read_progress
+from roundelay.comparison.comparison_folder import OTHER_FOLDER, ComparisonFolder, write
+from roundelay.comparison.comparison_variants import OPTIMIZERS, OWN, Variant, rule_of_cuts, variants
+from roundelay.comparison.run_results import RunResult, read_progress
 from roundelay.errors import CaptureError, DivergedError, PlanError, UsageError, listed
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named

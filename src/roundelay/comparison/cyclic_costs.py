@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from roundelay.ir.exchange import Phase, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.exchange import ExchangePlan, Phase, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import stream
-from roundelay.ir.plan import FORMAT, REPLICAS, EdgePlan, ExchangePlan, Plan, StagePlan, WorkerPlan
+from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.program import EDGES, STATES, SUMS, Channel
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
-from roundelay.lower.channels import channels_of, exchanges_of, sums_over_time
+from roundelay.ir.sbp import Split
+from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
 from roundelay.planner.given_layout import owners_of
 from roundelay.planning.layout_choices import slots_in_layout
 from roundelay.schedules import PIPELINE, schedule_for
@@ -87,7 +90,7 @@ def chain(
         micro_batches=micro_batches,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(count)),
         stages=stages,
-        states={"*": ((REPLICAS, "S(0)"),)} if split_states else {},
+        states={"*": ((REPLICAS, Split(0)),)} if split_states else {},
         **_NOTHING,
     )
     edges = [_edge(draft, k) for k in range(num_stages - 1)]
@@ -142,7 +145,7 @@ def _edge(draft: Plan, source: int) -> EdgePlan:
 
 
 def _exchanges(draft: Plan, stage: int) -> list[ExchangePlan]:
-    if sums_over_time(draft):
+    if read(draft).sums_over_time:
         return [_exchange(stage, GRADIENT, ())]
     if draft.states:
         return [_exchange(stage, GRADIENT, reduce_scatter()), _exchange(stage, "weight", all_gather())]
@@ -156,7 +159,7 @@ def _exchange(stage: int, kind: str, phases: Sequence[Phase]) -> ExchangePlan:
         axis=REPLICAS,
         value="",
         segment=0,
-        phases=tuple(map(str, phases)),
+        phases=tuple(phases),
         dtypes=("float32",),
         shapes=((ELEMENTS,),),
         unused=(),
@@ -171,7 +174,7 @@ def count(plan: Plan, size: int, parts: int = 1) -> Costs:
         size: N, into whose units the costs are converted: stages of the model, and micro-batches of a batch.
         parts: micro-batches of the plan that have as many rows as one of the N.
     """
-    run = simulate(plan, emit(plan), stream([plan.micro_batches] * BATCHES))
+    run = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
     sent = sent_in_batch(plan, run, BATCHES // 2)
     tapes = max(worker.tape_bytes_peak for worker in run.workers)
     weights = max(worker.version_bytes_peak for worker in run.workers)
@@ -188,8 +191,8 @@ def count(plan: Plan, size: int, parts: int = 1) -> Costs:
 
 def sent_in_batch(plan: Plan, run: Simulation, batch: int) -> Mapping[str, int]:
     """Bytes that all workers send to others in a batch: ``gradients``, or states, and ``messages`` between stages."""
-    channels = {channel.id: channel for channel in channels_of(plan)}
-    exchanged = exchanges_of(plan)
+    channels = {channel.id: channel for channel in channels_of(read(plan))}
+    exchanged = exchanges_of(read(plan))
     totals = {"gradients": 0, "messages": 0}
     for interval in run.intervals:
         if interval.g // plan.micro_batches != batch:
@@ -217,7 +220,7 @@ def _steps(plan: Plan, run: Simulation) -> int:
 
     A phase of an exchange among p workers is a ring's, of p - 1 steps: an all-reduce has two.
     """
-    channels = {channel.id: channel for channel in channels_of(plan)}
+    channels = {channel.id: channel for channel in channels_of(read(plan))}
     sent: dict[tuple[int, int], tuple[float, int]] = {}  # by message: when, and how many with it
     waited: dict[tuple[int, int, int], tuple[float, int]] = {}  # by worker, stage, micro-batch: when, and for how many
     longest = 0

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundelay.checkpoint.atomic_files import replacing_bytes
-from roundelay.compare.comparison import Compared
-from roundelay.compare.comparison_folder import write
-from roundelay.compare.comparison_table import (
+from roundelay.comparison.comparison import Compared
+from roundelay.comparison.comparison_folder import write
+from roundelay.comparison.comparison_table import (
     WINDOW,
     Aims,
     Cell,
@@ -22,8 +22,8 @@ from roundelay.compare.comparison_table import (
     spreadsheet,
     table,
 )
-from roundelay.compare.comparison_variants import OWN
-from roundelay.compare.run_results import Point, RunResult, is_per_update
+from roundelay.comparison.comparison_variants import OWN
+from roundelay.comparison.run_results import Point, RunResult, is_per_update
 from roundelay.errors import UsageError
 from roundelay.page.comparison_page import Chart, comparison_page
 from roundelay.page.line_chart import Points

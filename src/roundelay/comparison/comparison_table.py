@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundelay.compare.comparison import Compared
-from roundelay.compare.comparison_variants import OWN, Variant
-from roundelay.compare.run_results import LOSS, Point, RunResult, is_per_update
+from roundelay.comparison.comparison import Compared
+from roundelay.comparison.comparison_variants import OWN, Variant
+from roundelay.comparison.run_results import LOSS, Point, RunResult, is_per_update
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.page.scale import seconds, short, size

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from roundelay.compare.cyclic_costs import Costs, chain, count
+from roundelay.comparison.cyclic_costs import Costs, chain, count
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import EDGES, STATES, SUMS
 from roundelay.job import Job
 from roundelay.lower.channels import channels_of
+from roundelay.lower.reading import read
 from roundelay.planning.planning import capture, plan
 from roundelay.session.stop_condition import Length
 from roundelay.session.training import Session
@@ -137,7 +138,7 @@ def sent_by_run(size: int, row: Row) -> float:
 def _counted_channels(planned: Plan) -> set[int]:
     return {
         channel.id
-        for channel in channels_of(planned)
+        for channel in channels_of(read(planned))
         if channel.kind in (*SUMS, *STATES) or (channel.phases and channel.kind not in EDGES)
     }
 
