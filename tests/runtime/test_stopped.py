@@ -32,7 +32,7 @@ def test_a_worker_stopped_when_all_others_have_ended_is_waited_for_once(monkeypa
     began = time.monotonic()
     with pytest.raises(WorkerLostError, match="worker 1"):
         forked_workers._run(
-            cast(Task, SimpleNamespace(plan=SimpleNamespace(num_workers=2), prepare=None)),
+            cast(Task, SimpleNamespace(works=(None, None), prepare=None)),
             lambda report: None,
             lambda worker: cast(Endpoint, None),
             lambda: None,
