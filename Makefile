@@ -80,8 +80,9 @@ faults: $(DONE) ## Strike 160 runs, and 60 under torchrun, with signals and erro
 resumes: $(DONE) ## Kill 80 runs at random moments, go on from their checkpoints, compare every bit
 	@$(BIN)/python -m tests.resume.table
 
-same-bits: $(DONE) ## Run 146 small jobs with the source of a commit and with this, compare every bit (6 minutes); AGAINST=COMMIT
+same-bits: $(DONE) ## Run 146 small jobs with the source of a commit and this, go on from its checkpoints: no bit differs; AGAINST=COMMIT
 	@$(BIN)/python -m tests.same_bits $(if $(AGAINST),--against $(AGAINST)) $(if $(ONLY),--only "$(ONLY)")
+	@$(BIN)/python -m tests.same_bits.checkpoint $(if $(AGAINST),--against $(AGAINST))
 
 clean: ## Delete caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

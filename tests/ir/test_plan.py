@@ -293,3 +293,30 @@ def test_a_plan_without_edges_is_a_plan_of_one_stage() -> None:
     alone: Any = plan_of("1f1b", 1, 4)
     assert "[[edges]]" not in alone.text()
     assert Plan.parse(alone.text()).num_stages == 1
+
+
+def test_texts_are_parsed_when_a_plan_is_made_in_python_too() -> None:
+    made = replace(SMALL, clip="global:0.5", loss_scale="dynamic:4", parameters={"*": (("tensor", "S(0)"),)})  # type: ignore[arg-type,dict-item]
+    assert (made.clip, made.loss_scale) == (Clip("global", 0.5), LossScale(4.0, 2000))
+    assert made.parameters == {"*": (("tensor", Split(0)),)}
+    assert Plan.parse(made.text()) == made
+    with pytest.raises(PlanError, match="clip of the plan: got 'global'"):
+        replace(SMALL, clip="global")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "told"),
+    [
+        ('clip = "none"', 'clip = "stage"', "clip of the plan: got 'stage'"),
+        ('clip = "none"', "clip = 1", "the plan: field 'clip': got 1; expected str"),
+        ('loss_scale = "none"', 'loss_scale = "3"', "loss_scale of the plan: got '3'"),
+        ("states = {}", 'states = { w = [["replicas", "T"]] }', "a signature: got 'T'"),
+        ("states = {}", 'states = { w = "S(0)" }', "the plan: field 'states': got {'w': 'S(0)'}; expected array"),
+    ],
+)
+def test_a_text_that_means_nothing_is_told_when_the_plan_is_read(line: str, wrong: str, told: str) -> None:
+    text = SMALL.text()
+    assert line in text
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse(text.replace(line, wrong))
+    assert str(refusal.value).startswith(told)

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from tests.same_bits.sides import ROOT, Result, Side, worktree
 from tests.same_bits.table import KINDS, Case, cases, uncovered
 
-BASE = "b09810a"
+BASE = "e8f8279"
 OK, DIFFERENT, REFUSED, ONE_SIDE, FAILED = OUTCOMES = ("ok", "DIFFERENT", "refused-both", "ONE SIDE ONLY", "FAILED")
 STYLES = {OK: "green", REFUSED: "yellow"}
 

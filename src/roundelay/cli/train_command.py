@@ -20,11 +20,11 @@ from roundelay.cli.train_progress import GracefulStop, ScreenObserver
 from roundelay.cores import all_threads
 from roundelay.errors import UsageError, UserCodeError, counted
 from roundelay.frontend import Captured
+from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.lower.validate_plan import CPU
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer

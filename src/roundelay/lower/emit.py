@@ -148,7 +148,7 @@ def distances(reading: Reading, stage: int) -> tuple[str, str]:
     else:
         ahead = "crossed" if counted else str(behind + (DISTANCES[plan.predictor] == "lag+1"))
         back = ""
-    return ahead, back if rule.backward_reads(plan.backward) == "ahead" else ""
+    return ahead, back if reading.backward_reads == "ahead" else ""
 
 
 def reads(reading: Reading, stage: int, holder: int = 0, start: int = 0) -> str:
@@ -188,7 +188,7 @@ def reads_older(reading: Reading, stage: int, holder: int) -> bool:
 def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines:
     """What the actions of a stage on one of its holders are as instructions."""
     plan = reading.plan
-    rule, port, holder = reading.rule, home.port, home.holder
+    port, holder = home.port, home.holder
     stage = port.stage
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -201,7 +201,7 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
     exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(reading, stage)
     summed = reading.needs_norm
-    weights, mode = rule.backward_reads(plan.backward), plan.backward
+    weights, mode = reading.backward_reads, plan.backward
     onward = _boxes(reading, stage, "boxed", boxed)
     back = _boxes(reading, stage, "boxed-gradient", unboxed)
     borders = sorted({segment for _, segment, _ in (*onward, *back)})

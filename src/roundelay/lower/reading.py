@@ -8,13 +8,14 @@ from typing import final
 from roundelay.ir.mesh import Mesh
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
+from roundelay.ir.transports import Transport, transport_named
 from roundelay.schedules import Form, Route, Schedule, form_for, holders_of, schedule_for
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A plan, with its rule, schedule, form and mesh.
+    """A plan, with its rule, schedule, form, mesh and transport.
 
     Args:
         plan: the plan.
@@ -22,6 +23,8 @@ class Reading:
         schedule: that its workers run on; with the loop of the first holder where each has its own.
         form: of its layout; None in a pipeline.
         mesh: the holders of a stage, where they do not take turns.
+        transport: how messages travel.
+        backward_reads: which weights a backward reads: ``forward``, ``live`` or ``ahead``.
     """
 
     plan: Plan
@@ -29,6 +32,8 @@ class Reading:
     schedule: Schedule
     form: Form | None
     mesh: Mesh
+    transport: Transport
+    backward_reads: str
 
     @property
     def flushes(self) -> bool:
@@ -107,11 +112,18 @@ def read(plan: Plan) -> Reading:
     """Look up what a plan's names stand for.
 
     Raises:
-        PlanError: there is no such rule, or no such schedule.
+        PlanError: there is no such rule, schedule or transport.
     """
     rule = rule_named(plan.rule)
-    mesh = Mesh.of(plan.replicas, plan.mesh)
-    return Reading(plan, rule, _schedule(plan, rule, 0), form_for(rule, plan.layout), mesh)
+    return Reading(
+        plan=plan,
+        rule=rule,
+        schedule=_schedule(plan, rule, 0),
+        form=form_for(rule, plan.layout),
+        mesh=Mesh.of(plan.replicas, plan.mesh),
+        transport=transport_named(plan.transport),
+        backward_reads=rule.backward_reads(plan.backward),
+    )
 
 
 def _schedule(plan: Plan, rule: UpdateRule, holder: int) -> Schedule:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from itertools import product
 
-from roundelay.errors import PlanError, did_you_mean
+from roundelay.errors import PlanError
 from roundelay.ir.clip import NO_CLIP
 from roundelay.lower.reading import Reading
-from roundelay.schedules import LAYOUTS, PIPELINE, SYNCHRONOUS, form_for
+from roundelay.schedules import PIPELINE, SYNCHRONOUS
 
 
 def check_layout(reading: Reading) -> None:
-    """Check that there is such a layout, and that a form of cyclic data parallelism can be combined with the rest.
+    """Check that a form of cyclic data parallelism can be combined with the rest.
 
     Raises:
         PlanError: naming the first field that does not fit.
     """
     plan = reading.plan
-    if plan.layout not in (PIPELINE, *LAYOUTS):
-        raise PlanError(
-            "layout of the plan",
-            got=repr(plan.layout),
-            expected=f"one of {', '.join([PIPELINE, *LAYOUTS])}",
-            remedy=did_you_mean(plan.layout, [PIPELINE, *LAYOUTS]) + "Correct the plan or --layout.",
-        )
     if plan.layout == PIPELINE:
         return
-    form, clip = form_for(reading.rule, plan.layout), plan.clip
+    form, clip = reading.form, plan.clip
     if form is None:
         synchronous = [rule for layout, rule in SYNCHRONOUS if layout == plan.layout]
         raise PlanError(

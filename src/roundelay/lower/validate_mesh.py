@@ -1,6 +1,8 @@
-"""Validates what a plan says of the holders of its stages: replicas, the mesh, and what they exchange."""
+"""Validates what a plan says of its workers, as holders of stages: replicas, the mesh, and what they exchange."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from roundelay.errors import PlanError
 from roundelay.ir.exchange import all_reduce, reduce_scatter
@@ -13,7 +15,38 @@ WEIGHTS = "weight-gradient"
 """The exchange that every stage has where there are several replicas."""
 
 
-def check_holders(reading: Reading) -> None:
+def check_workers(reading: Reading) -> None:
+    """Check the workers' names, and that each worker has exactly the stages that the schedule lets it alternate."""
+    plan = reading.plan
+    names = [worker.name for worker in plan.workers]
+    if len(set(names)) != len(names):
+        raise PlanError(
+            "workers of the plan",
+            got="the name " + next(name for name in names if names.count(name) > 1) + " twice",
+            expected="a different name for each",
+            remedy="Correct the plan.",
+        )
+    schedule = reading.schedule
+    _check_holders(reading)
+    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
+    _check_exchanges(reading)
+    each = schedule.stages_per_worker or plan.num_stages
+    if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
+        groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % each))
+        raise PlanError(
+            "workers of the plan's stages",
+            got="; ".join(f"{name}: {_numbers(stages)}" for name, stages in zip(names, placed, strict=True)),
+            expected=f"{each} for each worker, as {schedule.name} makes them take turns: "
+            + "; ".join(_numbers(group) for group in groups),
+            remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
+        )
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + (" and ".join(map(str, stages)) or "none")
+
+
+def _check_holders(reading: Reading) -> None:
     """Check that each stage has its holders, of like devices, and that a worker is one holder of all its stages."""
     plan = reading.plan
     for stage, planned in enumerate(plan.stages):
@@ -40,7 +73,7 @@ def check_holders(reading: Reading) -> None:
             )
 
 
-def check_exchanges(reading: Reading) -> None:
+def _check_exchanges(reading: Reading) -> None:
     """Check the exchanges as far as that is possible without the model."""
     plan = reading.plan
     sums = reading.sums_over_time

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError, did_you_mean
-from roundelay.ir.averages import check_ema
+from roundelay.ir.device_names import CPU, DEVICE
 from roundelay.ir.loss_scale import DYNAMIC
 from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import Partition
-from roundelay.ir.transports import TRANSPORTS, transport_named
+from roundelay.ir.transports import TRANSPORTS, Transport
 from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_layout import check_layout
-from roundelay.lower.validate_mesh import check_exchanges, check_holders, check_mesh
+from roundelay.lower.validate_mesh import check_mesh, check_workers
+from roundelay.schedules import LAYOUTS, PIPELINE
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = "fp16"
 """The precision whose gradients need a loss scale, as they underflow easily."""
-
-CPU = "cpu"
-DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-"""What a device is called in a plan."""
 
 MOST_THREADS = 1024
 """Most intra-op threads of a worker: each is a thread of the system."""
@@ -39,8 +35,8 @@ def check_plan(plan: Plan) -> Reading:
     """
     reading = read(plan)
     check_settings(reading)
-    _check_workers(reading)
-    check_devices(plan)
+    check_workers(reading)
+    check_devices(plan, reading.transport)
     _check_threads(plan)
     _check_edges(plan)
     return reading
@@ -58,13 +54,13 @@ def check_settings(reading: Reading) -> None:
         "predictor", plan.predictor, predictors, f"rule {rule.name!r} " + ("predicts" if rule.predicts else "does not")
     )
     _one_of("backward", plan.backward, rule.modes, f"rule {rule.name!r} allows these")
+    _one_of("layout", plan.layout, (PIPELINE, *LAYOUTS), "how micro-batches and stages lie on workers")
     check_layout(reading)
     _check_recompute(plan)
     _check_clip(reading)
     check_precision(plan)
     _check_loss_scale(plan)
-    check_ema(plan.ema)
-    transport_named(plan.transport)
+    _check_ema(plan.ema)
     _at_least("format", plan.format, FORMAT)
     _at_least("replicas", plan.replicas, 1)
     _at_least("micro_batches", plan.micro_batches, 1)
@@ -129,37 +125,6 @@ def _check_halves(plan: Plan) -> None:
         )
 
 
-def _check_workers(reading: Reading) -> None:
-    """Check the workers' names, and that each worker has exactly the stages that the schedule lets it alternate."""
-    plan = reading.plan
-    names = [worker.name for worker in plan.workers]
-    if len(set(names)) != len(names):
-        raise PlanError(
-            "workers of the plan",
-            got="the name " + next(name for name in names if names.count(name) > 1) + " twice",
-            expected="a different name for each",
-            remedy="Correct the plan.",
-        )
-    schedule = reading.schedule
-    check_holders(reading)
-    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
-    check_exchanges(reading)
-    each = schedule.stages_per_worker or plan.num_stages
-    if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
-        groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % each))
-        raise PlanError(
-            "workers of the plan's stages",
-            got="; ".join(f"{name}: {_numbers(stages)}" for name, stages in zip(names, placed, strict=True)),
-            expected=f"{each} for each worker, as {schedule.name} makes them take turns: "
-            + "; ".join(_numbers(group) for group in groups),
-            remedy="Correct `workers` of the plan's stages, or write a new plan with `roundelay plan`.",
-        )
-
-
-def _numbers(stages: Sequence[int]) -> str:
-    return ("stage " if len(stages) == 1 else "stages ") + (" and ".join(map(str, stages)) or "none")
-
-
 def check_precision(plan: Plan) -> None:
     """Check the precision; also called before the model is converted to it.
 
@@ -190,7 +155,7 @@ def _check_loss_scale(plan: Plan) -> None:
         )
 
 
-def check_devices(plan: Plan) -> None:
+def check_devices(plan: Plan, transport: Transport) -> None:
     """Check what the workers' devices are called, and what each can be combined with.
 
     Raises:
@@ -213,9 +178,9 @@ def check_devices(plan: Plan) -> None:
                 remedy="Choose --devices cpu, or remove --compile.",
             )
         device_type = name.split(":")[0]
-        if device_type not in transport_named(plan.transport).devices:
-            others = [transport.name for transport in TRANSPORTS.values() if device_type in transport.devices]
-            carried = " or ".join(transport_named(plan.transport).devices)
+        if device_type not in transport.devices:
+            others = [other.name for other in TRANSPORTS.values() if device_type in other.devices]
+            carried = " or ".join(transport.devices)
             raise PlanError(
                 f"workers[{k}].device of the plan",
                 got=f"{name} with transport {plan.transport}",
@@ -244,8 +209,9 @@ def _check_threads(plan: Plan) -> None:
     """Check that every worker has a thread, and that those that update the same weights get the same bits."""
     for k, worker in enumerate(plan.workers):
         check_num_threads(f"workers[{k}].threads of the plan", worker.threads)
-    for stage in range(plan.num_stages):
-        counts = [plan.workers[worker].threads for worker in plan.holders(stage)]
+    threads = {worker.name: worker.threads for worker in plan.workers}
+    for stage, planned in enumerate(plan.stages):
+        counts = [threads[name] for name in planned.workers]
         if len(set(counts)) > 1:
             raise PlanError(
                 f"threads of the workers that hold stage {stage}",
@@ -312,6 +278,16 @@ def check_deadline(seconds: float) -> None:
             got=str(seconds),
             expected=f"more than 0 seconds, and at most {LONGEST_S:g}, a year",
             remedy="Correct the plan or --deadline-s.",
+        )
+
+
+def _check_ema(decay: float) -> None:
+    if not 0.0 <= decay < 1.0:
+        raise PlanError(
+            "ema of the plan",
+            got=f"{decay:g}",
+            expected="a decay from 0 (no average) to less than 1, such as 0.999",
+            remedy="Correct --ema, Job(ema=...) or the plan.",
         )
 
 

@@ -204,7 +204,7 @@ def norm_read(reading: Reading, counts: Sequence[int], g: int) -> int:
 def distance_ahead(reading: Reading, stage: int, opcode: str, header: MicroBatch, version: int) -> int:
     """Return how many updates a forward or backward of ``stage`` predicts ahead from ``version``, its newest."""
     plan, rule = reading.plan, reading.rule
-    if not rule.predicts or (opcode == "backward" and rule.backward_reads(plan.backward) != "ahead"):
+    if not rule.predicts or (opcode == "backward" and reading.backward_reads != "ahead"):
         return 0
     if rule.target == "next":
         return 1

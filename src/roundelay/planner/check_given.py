@@ -11,21 +11,14 @@ from typing import Any
 
 from roundelay.errors import PlanError, UsageError, did_you_mean
 from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.device_names import CPU, check_number, listed_devices
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.sbp import Split
-from roundelay.lower.device_names import check_number, listed_devices
 from roundelay.lower.reading import read
-from roundelay.lower.validate_plan import (
-    CPU,
-    LONGEST_S,
-    check_deadline,
-    check_devices,
-    check_num_threads,
-    check_settings,
-)
+from roundelay.lower.validate_plan import LONGEST_S, check_deadline, check_devices, check_num_threads, check_settings
 from roundelay.planner.draft_plan import TENSOR, check_kinds, default_rule, draft_plan, parse_names
 from roundelay.planner.given_layout import in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
@@ -149,18 +142,16 @@ def _check_draft(given: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         recompute=parse_names(given.get("recompute", ())),
         stages=(StagePlan(workers=(), segments=(), **_UNKNOWN),) * num_stages,
     )
-    check_settings(read(draft))
+    reading = read(draft)
+    check_settings(reading)
     if (devices := given.get("devices")) is not None:
         names = listed_devices(devices)
         schedule = schedule_for(rule, layout, num_stages=num_stages)
         if names and (size := _num_workers(draft, schedule)):
             check_number(names, size, devices)
         names = names or (CPU if devices == CPU else f"{devices}:0",)
-        check_devices(
-            replace(
-                draft, workers=tuple(WorkerPlan(name=f"w{k}", device=one, threads=1) for k, one in enumerate(names))
-            )
-        )
+        workers = tuple(WorkerPlan(name=f"w{k}", device=one, threads=1) for k, one in enumerate(names))
+        check_devices(replace(draft, workers=workers), reading.transport)
 
 
 def _num_stages(given: Mapping[str, Any]) -> int:

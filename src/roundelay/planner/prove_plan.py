@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
-from roundelay.lower.validate_plan import CPU, check_plan
+from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.verify_schedule import Fired, check_registers, check_run, runs_to_check
 from roundelay.simulator import Simulation, simulate
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roundelay.ir.device_names import listed_devices
 from roundelay.ir.transports import transport_named
 from roundelay.launching.launch import needs_launcher
-from roundelay.lower.device_names import listed_devices
 from roundelay.planner.check_given import check_given
 from roundelay.runtime.device import default_devices, resolve_devices
 

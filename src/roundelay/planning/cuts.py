@@ -16,12 +16,12 @@ from roundelay.env import cache_folder, malloc_settings
 from roundelay.errors import CaptureError, PlanError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, replace
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import WEIGHT, Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.reading import read
-from roundelay.lower.validate_plan import CPU
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner import cut_reasons
 from roundelay.planner.check_given import check_num_workers

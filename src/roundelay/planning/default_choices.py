@@ -11,11 +11,12 @@ from roundelay import simulator
 from roundelay.cores import all_threads, usable_cores
 from roundelay.env import is_launched
 from roundelay.errors import counted
+from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.emit import emit
-from roundelay.lower.validate_plan import CPU, check_plan
+from roundelay.lower.validate_plan import check_plan
 from roundelay.runtime.device import default_devices
 from roundelay.schedules import PIPELINE, schedule_named
 

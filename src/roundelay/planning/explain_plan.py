@@ -7,11 +7,12 @@ from itertools import groupby
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
+from roundelay.ir.device_names import CPU
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.boxed_graph import BOX
-from roundelay.lower.validate_plan import CPU, HALF
+from roundelay.lower.validate_plan import HALF
 from roundelay.planning.default_choices import staleness
 from roundelay.planning.plan_signatures import on_mesh
 from roundelay.schedules import schedule_named

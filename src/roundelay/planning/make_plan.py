@@ -15,6 +15,7 @@ from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, split
 from roundelay.frontend.export.gradient_hooks import uncalled
 from roundelay.guards.statelessness import preserving_state
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
@@ -24,7 +25,7 @@ from roundelay.lower.boxed_graph import segment_ends
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
-from roundelay.lower.validate_plan import CPU, check_plan
+from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.draft_plan import TENSOR, draft_plan
 from roundelay.planner.given_layout import has_size, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
@@ -246,7 +247,7 @@ def _measure(
         draft,
         input_bytes=message_bytes(captured.graph, (*captured.graph.inputs, *captured.graph.batch), draft.batch_parts),
         edges=tuple(_edge(captured.graph, edge, draft, schedule) for edge in stages.edges),
-        exchanges=plan_exchanges(captured, stages, draft),
+        exchanges=plan_exchanges(captured, stages, read(draft)),
     )
     check_plan(draft)
     devices = [torch.device(draft.device_of(stage)) for stage in range(draft.num_stages)]
@@ -270,7 +271,7 @@ def _measure(
         draft,
         stages=_stages(captured.graph, draft, stages, measured),
         read_s=round(read_s, DIGITS),
-        exchanges=plan_exchanges(captured, stages, draft, [part.unused for part in measured]),
+        exchanges=plan_exchanges(captured, stages, read(draft), [part.unused for part in measured]),
     )
     prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)

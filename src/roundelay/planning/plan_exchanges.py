@@ -15,7 +15,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.dataflow import sample_micro_batches
-from roundelay.lower.reading import read
+from roundelay.lower.reading import Reading
 from roundelay.lower.signatures import is_local
 from roundelay.runtime.boxing import exchanged_shape, phases_of
 from roundelay.runtime.gradient_bucket import GradientBucket
@@ -23,37 +23,39 @@ from roundelay.runtime.state_bucket import StateBucket
 
 
 def plan_exchanges(
-    captured: Captured, stages: Partition, plan: Plan, unused: Sequence[Sequence[str]] = ()
+    captured: Captured, stages: Partition, reading: Reading, unused: Sequence[Sequence[str]] = ()
 ) -> tuple[ExchangePlan, ...]:
     """What each stage's holders exchange: boxed values and their gradients, and gradients of weights, all together.
 
     Args:
         captured: the model on the plan's mesh.
         stages: its stages.
-        plan: has the mesh and the replicas.
+        reading: of the plan, which has the mesh and the replicas.
         unused: for each stage, trained parameters that get no gradient; empty if that has not been looked at.
 
     Raises:
         PlanError: a boxing cannot be carried out.
     """
     left_out = unused or [()] * len(stages.stages)
-    each = [_of_stage(captured, spec, plan, tuple(names)) for spec, names in zip(stages.stages, left_out, strict=True)]
+    each = [
+        _of_stage(captured, spec, reading, tuple(names)) for spec, names in zip(stages.stages, left_out, strict=True)
+    ]
     return tuple([exchange for of_stage in each for exchange in of_stage])
 
 
-def check_exchanges(captured: Captured, stages: Partition, plan: Plan) -> None:
+def check_exchanges(captured: Captured, stages: Partition, reading: Reading) -> None:
     """Check that a plan's exchanges are those of its stages.
 
     Raises:
         PlanError: naming the first that is not.
     """
+    planned = reading.plan.exchanges
     unused = [
-        next((e.unused for e in plan.exchanges if e.stage == spec.stage and e.kind == WEIGHTS), ())
-        for spec in stages.stages
+        next((e.unused for e in planned if e.stage == spec.stage and e.kind == WEIGHTS), ()) for spec in stages.stages
     ]
-    needed = plan_exchanges(captured, stages, plan, unused)
-    for i in range(max(len(needed), len(plan.exchanges))):
-        got, wanted = (one[i] if i < len(one) else None for one in (plan.exchanges, needed))
+    needed = plan_exchanges(captured, stages, reading, unused)
+    for i in range(max(len(needed), len(planned))):
+        got, wanted = (one[i] if i < len(one) else None for one in (planned, needed))
         if got != wanted:
             raise PlanError(
                 f"exchanges[{i}] of the plan",
@@ -77,7 +79,8 @@ def _text(exchange: ExchangePlan | None) -> str:
     return f"{what} of stage {exchange.stage} over {exchange.axis} by {by}, {sizes}"
 
 
-def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str, ...]) -> Iterator[ExchangePlan]:
+def _of_stage(captured: Captured, spec: StageSpec, reading: Reading, unused: tuple[str, ...]) -> Iterator[ExchangePlan]:
+    plan = reading.plan
     trained = [n for n in spec.parameters if captured.graph.parameters[n].trainable and n not in unused]
     if captured.sharding is not None:
         (axis,) = plan.mesh
@@ -85,7 +88,7 @@ def _of_stage(captured: Captured, spec: StageSpec, plan: Plan, unused: tuple[str
         partial = [n for n in trained if captured.has_partial_gradient(n)]
         if partial:
             yield _of_weights(captured, spec, axis, partial, unused)
-    if read(plan).sums_over_time:
+    if reading.sums_over_time:
         yield replace(_of_weights(captured, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
         yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)

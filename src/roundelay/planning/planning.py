@@ -30,6 +30,7 @@ from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
+from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
 from roundelay.planner.draft_plan import default_rule
 from roundelay.planner.given_layout import in_layout
@@ -265,8 +266,8 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     ends = [stage.segments for stage in plan.stages]
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
-    check_exchanges(captured, stages, plan)
-    check_metrics(captured, len(plan.holders(plan.num_stages - 1)) // reading.mesh.places)
+    check_exchanges(captured, stages, reading)
+    check_metrics(captured, len(plan.stages[-1].workers) // reading.mesh.places)
     prove_checked(reading)
     return stages
 
@@ -292,7 +293,7 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
     result = replace(plan, mesh={}, parameters={}, outputs={}, states={}, stages=tuple(stages), workers=workers)
     cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
     unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
-    return replace(result, exchanges=plan_exchanges(captured, cut_up, result, unused))
+    return replace(result, exchanges=plan_exchanges(captured, cut_up, read(result), unused))
 
 
 def read_plan(path: Path, remedy: str = "Write one with `roundelay plan JOB.py -o plan.toml`.") -> Plan:

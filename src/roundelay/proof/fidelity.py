@@ -20,12 +20,12 @@ import torch
 from roundelay.errors import NondeterministicError, RoundelayError, RunError, counted
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch
+from roundelay.ir.device_names import CPU
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.launching.forked_call import isolated
 from roundelay.lower.partition import partition
-from roundelay.lower.validate_plan import CPU
 from roundelay.planning.planning import fitted, without_mesh
 from roundelay.proof.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
 from roundelay.proof.fidelity_in_process import call_in_process, must_share_process, place_of

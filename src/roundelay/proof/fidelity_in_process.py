@@ -19,10 +19,10 @@ from roundelay.errors import RoundelayError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES
 from roundelay.frontend.stages.keyed_rng import default_generators
 from roundelay.guards.statelessness import reachable_state_of
+from roundelay.ir.device_names import CPU
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.launching.forked_call import forked_backward_error
-from roundelay.lower.validate_plan import CPU
 from roundelay.reach.reachable_state import reachable_tensors
 from roundelay.runtime.device import make_device
 from roundelay.runtime.processes.user_errors import explain_error

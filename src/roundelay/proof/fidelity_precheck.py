@@ -9,9 +9,9 @@ import psutil
 
 from roundelay.errors import FidelityError
 from roundelay.frontend.batch import Batch
+from roundelay.ir.device_names import CPU
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
-from roundelay.lower.validate_plan import CPU
 from roundelay.planner.check_given import FULL, OFF, QUICK, validate_check
 from roundelay.planning.torch_scope import on_threads
 from roundelay.proof.fidelity import Batches, compare_with_plain, unchecked_reason

@@ -17,11 +17,9 @@ from roundelay.guards.statelessness import reachable_state_of
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import rule_named
-from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import apart
-from roundelay.lower.reading import read
+from roundelay.lower.reading import Reading
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
 from roundelay.planning.job_file import GivenJob
@@ -234,7 +232,7 @@ def verify_session(
         trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
         kept.restore(except_kinds=("buffer", "parameter"))
         call = partial(_compare_with_reference, session, origin, anew, trained)
-        forks = transport_named(session.plan.transport).forks
+        forks = session.reading.transport.forks
         return trained, apart(call, "the one-process reference") if forks else call()
 
     (trained, fields), odd = _exactly(run_both, session.plan, lambda: kept.restore(("buffer", "parameter")))
@@ -321,7 +319,7 @@ def _reference(
     states = None if anew else session.initial.optimizer
     most = max(len(stage.workers) for stage in plan.stages) // plan.mesh_size
     buffers = [dict(origin.buffers_of(replica)) for replica in range(most)]
-    slots = read(plan).schedule.window == "slots"
+    slots = session.reading.slotted
     whole = ReferenceResult(buffers=buffers, loss_scale=None if anew else session.initial.loss_scale)
 
     def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -345,7 +343,7 @@ def _reference(
             registers=registers,
         )
         result = run_reference(
-            _setting(plan, captured.graph, states, whole.loss_scale, numbers),
+            _setting(session.reading, captured.graph, states, whole.loss_scale, numbers),
             stages,
             named,
             whole.buffers,
@@ -391,22 +389,23 @@ def _reference_stages(session: Session) -> list[ReferenceStage]:
     for spec in session.partition.stages:
         stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
         made = reference_stage(captured, stored, plan.mesh_size, torch.device(plan.device_of(spec.stage)))
-        turns = len(plan.holders(spec.stage)) if read(plan).takes_turns else 0
+        turns = len(plan.holders(spec.stage)) if session.reading.takes_turns else 0
         threads = plan.threads_of(spec.stage)
-        stages.append(replace(made, turns=turns, updater=read(plan).updater(spec.stage), threads=threads))
+        stages.append(replace(made, turns=turns, updater=session.reading.updater(spec.stage), threads=threads))
     return stages
 
 
 def _setting(
-    plan: Plan,
+    reading: Reading,
     graph: Graph,
     states: Mapping[str, Mapping[str, Any]] | None,
     loss_scale_at: tuple[float, int] | None,
     numbers: tuple[float, ...],
 ) -> Setting:
     """The reference's settings: from the plan, and of the state from which it starts."""
+    plan = reading.plan
     return Setting(
-        rule=rule_named(plan.rule),
+        rule=reading.rule,
         predictor=plan.predictor,
         mode=plan.backward,  # type: ignore[arg-type]
         clip=plan.clip,
@@ -415,7 +414,7 @@ def _setting(
         numbers=numbers,
         ema=plan.ema,
         labels_per_row=graph.labels_per_row,
-        staggered=plan.batch_parts if read(plan).schedule.window == "slots" else 0,
+        staggered=plan.batch_parts if reading.slotted else 0,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 

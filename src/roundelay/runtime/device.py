@@ -22,10 +22,9 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
+from roundelay.ir.device_names import CPU, check_number, listed_devices
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
-from roundelay.lower.device_names import check_number, listed_devices
-from roundelay.lower.validate_plan import CPU
 from roundelay.runtime.handlers import Context, Entry, Handler
 from roundelay.runtime.loading.instruction_log import KEPT_INSTRUCTIONS, Told
 from roundelay.runtime.processes.device_failure import RecentIntegers, device_error

@@ -16,7 +16,6 @@ from roundelay.guards.split_optimizer_check import check_split
 from roundelay.guards.stage_optimizer_check import check_narrowing
 from roundelay.guards.statelessness import check_reused
 from roundelay.ir.plan import Plan
-from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Peekable, StopTraining
 from roundelay.launching.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.launching.launch import run
@@ -142,7 +141,7 @@ class Session:
             if splits:
                 dims = {name: split.dim for name, split in splits.items()}
                 check_split(job, list(captured.model.named_parameters()), dims)
-        if transport_named(plan.transport).workers == "threads":  # other processes check for themselves
+        if self.reading.transport.workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
         self.extent = extent(job, length, start, plan)
         check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
@@ -357,7 +356,7 @@ class Session:
         if party is not None:
             compiler(mine[party.rank])
             party.barrier("compiled")
-        elif transport_named(self.plan.transport).forks and must_isolate_backward():
+        elif self.reading.transport.forks and must_isolate_backward():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
         else:

@@ -18,7 +18,7 @@ import torch
 
 from roundelay.env import set_default
 from roundelay.errors import NondeterministicError
-from roundelay.lower.validate_plan import CPU
+from roundelay.ir.device_names import CPU
 
 WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """What the environment must say, before CUDA is first used, for its matrix products to be exact: 32 MiB a stream."""

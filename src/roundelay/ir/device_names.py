@@ -1,10 +1,15 @@
-"""Names of devices as ``--devices`` lists them, one for each worker."""
+"""Names of devices, in a plan and as ``--devices`` lists them, one for each worker."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
+
+CPU = "cpu"
+DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
+"""What a device is called in a plan."""
 
 SHARED = ("cpu", "cuda")
 """Values of ``--devices`` that stand for any number of workers."""
