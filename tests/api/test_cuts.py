@@ -15,6 +15,7 @@ from roundelay.errors import CaptureError, PlanError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
+from roundelay.planner.choices import Choices
 from roundelay.planning import cuts
 from roundelay.planning.planning import plan_with_reasons
 from tests.api.jobs import Tied, loss, make, tokens
@@ -61,7 +62,7 @@ def told(reasons: tuple[str, ...]) -> str:
 def test_a_job_is_measured_once_and_then_cut_in_the_same_way(
     captured: Captured, cache: Path, measured: list[Profile]
 ) -> None:
-    first, again = (plan_with_reasons(JOB, captured=captured, workers=3) for _ in range(2))
+    first, again = (plan_with_reasons(JOB, Choices(workers=3), captured=captured) for _ in range(2))
     assert len(measured) == 1
     assert ends(first.plan) == ends(again.plan)
     assert "measured on this machine now, and kept" in told(first.reasons)
@@ -86,7 +87,7 @@ def test_a_damaged_file_is_measured_anew(captured: Captured, cache: Path, measur
     roundelay.plan(JOB, captured=captured, workers=2)
     (path,) = cache.iterdir()
     path.write_text("{")
-    made = plan_with_reasons(JOB, captured=captured, workers=2)
+    made = plan_with_reasons(JOB, Choices(workers=2), captured=captured)
     assert len(measured) == 2
     assert "and kept" in told(made.reasons)
 
@@ -98,7 +99,7 @@ def test_where_nothing_can_be_kept_that_is_said(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROUNDELAY_CACHE", "none" if cache_in == "none" else str(tmp_path / "file"))
     for _ in range(2):
-        made = plan_with_reasons(JOB, captured=captured, workers=2)
+        made = plan_with_reasons(JOB, Choices(workers=2), captured=captured)
         assert "the next plan may be cut elsewhere" in told(made.reasons)
     assert len(measured) == 2
 
@@ -122,7 +123,7 @@ def test_names_cut_behind_their_operations_and_the_last_one_may_be_left_out(capt
     names = [captured.graph.ops[cut].name for cut in captured.graph.cuts[1:6:4]]
     last = captured.graph.ops[-1].name
     for text in (", ".join(names), ",".join([*names, last])):
-        made = plan_with_reasons(JOB, captured=captured, cuts=text, micro_batches=1)
+        made = plan_with_reasons(JOB, Choices(cuts=text, micro_batches=1), captured=captured)
         assert ends(made.plan) == [*names, last]
         assert made.reasons == ("cuts: as given",)
     listed = roundelay.plan(JOB, captured=captured, cuts=[[names[0]], [names[1], last]], workers=2)

@@ -20,6 +20,7 @@ from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.partition import partition
+from roundelay.planner.choices import Choices
 from roundelay.planner.cut_reasons import most_at_one_time
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.partition_dp import names_of
@@ -164,7 +165,7 @@ def test_less_is_kept_at_one_time_than_with_other_cuts() -> None:
     captured, two_rows = roundelay.capture(job), split(next(iter(job.batches(0))), 4)[0]
     choices: dict[str, Any] = {"layout": "single", "rule": "cdp-v1", "micro_batches": 4, "stages": 4}
     plans = {
-        way: plan_with_reasons(job, captured=captured, cuts=way, **choices)
+        way: plan_with_reasons(job, Choices(cuts=way, **choices), captured=captured)
         for way in ("memory-time", "equal", "flops", "measured")
     }
     shares = {way: peak(captured, two_rows, made.plan, 4) for way, made in plans.items()}
@@ -195,7 +196,7 @@ def test_workers_of_their_own_keep_what_they_hand_on_twice() -> None:
     job = chain(8)
     captured = roundelay.capture(job)
     told = {
-        layout: plan_with_reasons(job, captured=captured, cuts="memory-time", rule="cdp-v1", **choices).reasons
+        layout: plan_with_reasons(job, Choices(cuts="memory-time", rule="cdp-v1", **choices), captured=captured).reasons
         for layout, choices in {
             "pipeline": {"workers": 4, "micro_batches": 4},
             "mp": {"layout": "mp", "micro_batches": 4},
@@ -214,7 +215,7 @@ def test_where_steps_are_not_equal_or_nothing_is_staggered_that_is_said() -> Non
         ({"layout": "dp", "rule": "cdp-v2"}, "own pace"),
         ({"layout": "single", "rule": "gpipe"}, "not staggered"),
     ):
-        made = plan_with_reasons(job, captured=captured, cuts="memory-time", micro_batches=2, **choices)
+        made = plan_with_reasons(job, Choices(cuts="memory-time", micro_batches=2, **choices), captured=captured)
         assert word in made.reasons[-1]
 
 
@@ -225,7 +226,7 @@ def test_equal_flops_are_cut_behind_layers_and_measure_nothing(monkeypatch: pyte
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
     job = make(nn.Sequential(*layers[:-1]))
     captured = roundelay.capture(job)
-    made = plan_with_reasons(job, captured=captured, cuts="flops", workers=3)
+    made = plan_with_reasons(job, Choices(cuts="flops", workers=3), captured=captured)
     assert all(name.startswith("tanh") for name in ends(made.plan)[:-1])
     places = [0, *(captured.graph.index(name) + 1 for name in ends(made.plan))]
     flops = [sum(op.flops for op in captured.graph.ops[a:b]) for a, b in itertools.pairwise(places)]

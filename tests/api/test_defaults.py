@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import roundelay
 from roundelay import Job
 from roundelay.ir.plan import Plan
+from roundelay.planner.choices import Choices
 from roundelay.planning import make_plan as making
 from roundelay.planning.default_choices import cores_notice, staleness
 from roundelay.planning.explain_plan import plan_notices
@@ -128,7 +129,7 @@ def test_the_plan_one_or_two_workers_one_worker_and_two_is_taken_and_the_line_sa
     monkeypatch.setattr("roundelay.planning.default_choices.batch_s", lambda plan: seconds[plan.num_workers])
     monkeypatch.setenv("ROUNDELAY_CORES", "8")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = plan_with_reasons(job("a perceptron"))
+    found = plan_with_reasons(job("a perceptron"), Choices())
     assert found.plan.num_workers == workers
     texts = {1: "1 worker of 8 threads", 2: "2 workers of 4 threads each"}
     line = f"{texts[workers]}: 100 ms a batch, by a measurement here; {texts[slower]}: 200 ms a batch"
@@ -145,7 +146,7 @@ def test_whole_batches_are_computed_by_one_worker_and_two_are_not_measured(monke
         return own(wish, draft)
 
     monkeypatch.setattr(making, "measured_plan", counted)
-    found = plan_with_reasons(job("BatchNorm"))
+    found = plan_with_reasons(job("BatchNorm"), Choices())
     assert [plan.num_workers for plan in measured] == [1]
     assert "--micro-batches 4 takes them over parts" in found.notices[0]
     assert found.notices[1].endswith(": several would compute whole batches in turns")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import roundelay
 from roundelay.errors import DivergedError, JobError, PlanError, RoundelayError
 from roundelay.job import Job
+from roundelay.planner.choices import Choices
 from roundelay.planning.make_plan import Planned
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.session.training import Trained
@@ -59,7 +60,7 @@ def job(loss: Loss = entropy, batches: Any = None, model: nn.Module | None = Non
 
 
 def planned(made: Job, **choices: Any) -> Planned:
-    return plan_with_reasons(made, **{"workers": 2, "rule": "1f1b", **choices})
+    return plan_with_reasons(made, Choices(**{"workers": 2, "rule": "1f1b", **choices}))
 
 
 def trained(made: Job, **choices: Any) -> Trained:

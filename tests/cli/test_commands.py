@@ -278,9 +278,9 @@ def test_an_option_when_a_run_goes_on_changes_what_it_says_and_nothing_else(caps
     plan = after("--micro-batches", 4)
     assert changed(plan) == {"micro_batches", "edges", "input_bytes"}
     plan = after("--rule", "1f1b")
-    assert (plan.rule, plan.clip, plan.backward, changed(plan) & {"stages"}) == ("1f1b", "stage:2", "stash", set())
+    assert (plan.rule, str(plan.clip), plan.backward, changed(plan) & {"stages"}) == ("1f1b", "stage:2", "stash", set())
     plan = after("--workers", 3)
-    assert (plan.rule, plan.num_stages, plan.micro_batches, plan.clip) == ("pipedream", 3, 2, "stage:2")
+    assert (plan.rule, plan.num_stages, plan.micro_batches, str(plan.clip)) == ("pipedream", 3, 2, "stage:2")
 
 
 def test_a_run_whose_plan_has_an_earlier_format_is_refused_with_the_remedy(capsys: Capture, workplace: Path) -> None:

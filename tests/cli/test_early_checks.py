@@ -14,6 +14,7 @@ import roundelay
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
+from roundelay.planner.choices import Choices
 from roundelay.planning.check_here import check_here
 from tests.cli.harness import MLP, environment, here, one_screen
 from tests.equivalence.cells import bench
@@ -253,9 +254,9 @@ def test_functions_check_choices_before_capture(function: object, choices: dict[
 @pytest.mark.parametrize("given", [{}, {"devices": "cuda"}, {"devices": "cuda:0,cuda:1"}, {"transport": "nccl"}])
 def test_devices_that_are_here_are_allowed(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    check_here(given)
+    check_here(Choices(**given))
     with pytest.raises(PlanError, match="cuda:2: no such device here"):
-        check_here(given | {"devices": "cuda:0,cuda:2"})
+        check_here(Choices(**given | {"devices": "cuda:0,cuda:2"}))
 
 
 def test_functions_check_lengths_and_comparisons_before_capture(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from roundelay.cli import own_processes as own
-from roundelay.cli.options import Choices
 from roundelay.errors import UsageError
+from roundelay.planner.choices import Choices
 from tests.lower.plans import plan_of
 
 

@@ -18,10 +18,11 @@ import torch
 
 from roundelay.checkpoint.checkpoint import load
 from roundelay.checkpoint.stored_files import is_checkpoint
-from roundelay.cli import launched_choices, options, plan_from_options
+from roundelay.cli import launched_choices, plan_from_options
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.errors import CheckpointError
 from roundelay.observe.metrics_file import read_metrics
+from roundelay.planner.choices import Choices
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
 from tests.cli.jobs import mlp
 
@@ -172,7 +173,7 @@ def test_a_run_that_a_launcher_restarts_is_not_planned_anew(
     cuts: str | None, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured again the stages might be cut elsewhere, and what is in flight in the checkpoint be dropped."""
-    choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | {"workers": 2, "cuts": cuts}))
+    choices = Choices(workers=2, cuts=cuts)
     job = mlp.make()
     (workplace / "plan.toml").write_text(plan_job(job, choices, 0, PlanSource(), quiet=True).plan.text())
     monkeypatch.setattr(plan_from_options, "plan_with_reasons", None)  # whoever plans, fails
@@ -590,7 +591,7 @@ def test_processes_with_a_device_each_talk_over_nccl(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices_here)
     monkeypatch.setattr(launched_choices, "ProcessGroup", lambda place: None)
-    choices = options.Choices(**(dict.fromkeys(options.Choices.__slots__) | said))
+    choices = Choices(**said)
     assert launched_choices.joined(choices, 0)[1].transport == transport
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from roundelay.env import launched_as, runs_folder
 from roundelay.errors import PlanWarning, UsageError
@@ -16,6 +16,7 @@ from roundelay.ir.plan import Plan
 from roundelay.observe.progress_lines import ProgressLines
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.planner.check_given import check_length, validate_check
+from roundelay.planner.choices import Keywords, shows_choices
 from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.proof.fidelity_precheck import check_before_training
@@ -29,12 +30,11 @@ from roundelay.session.stop_condition import Length
 from roundelay.session.training import Session
 
 
+@shows_choices
 def train(  # noqa: PLR0913  as many parameters as the command has options
     job: GivenJob,
     *,
     plan: Plan | None = None,
-    workers: int | None = None,
-    rule: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
@@ -46,7 +46,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     on_update: Callable[[Updated], None] | None = None,
     observers: Sequence[Observer] = (),
     check: str | None = None,
-    **choices: Any,
+    **choices: Unpack[Keywords],
 ) -> Trained:
     """Train by a plan, or plan and train.
 
@@ -54,9 +54,6 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         job: the job, whose model has the trained weights afterwards; or a function from the seed to a job, or the
             path of a file that defines ``def job(seed)``: then it is made here, with all generators seeded.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per GPU; on the CPU one with all threads or two with half of them each, whichever is
-            faster.
-        rule: update rule; by default ``1f1b``, or ``cdp-v2`` in a layout.
         steps: number of updates. If neither it nor ``epochs`` is given: the rest of the run that ``resume`` is a
             checkpoint of, if it was interrupted; else the job's own number, or one epoch.
         epochs: number of epochs, including those of a resumed checkpoint.
@@ -75,10 +72,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         check: ``full`` first trains the captured job and plain PyTorch over two updates, in processes of their own, and
             refuses a job that differs; ``quick`` relies on what capture has detected; ``off`` checks nothing. By
             default ``full`` where it is expected to take less than five seconds and a quarter of the free memory.
-        choices: whatever else :func:`roundelay.plan` takes: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``threads``, ``data_parallel``, ``tensor_parallel``,
-            ``signatures``, ``zero``, ``layout``, ``stages``, ``memory_limit``.
+        choices: for the plan, as of :func:`roundelay.plan`: ``workers``, ``rule``, ``micro_batches`` and others.
 
     Raises:
         TypeError: a choice is unknown.
@@ -97,9 +91,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
             "`roundelay train JOB.py` under the launcher makes them the workers of one training",
             stacklevel=2,
         )
-    made, captured, planned = captured_and_planned(
-        train, job, plan, seed, {"workers": workers, "rule": rule, **choices}
-    )
+    made, captured, planned = captured_and_planned(train, job, plan, seed, choices)
     start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=made.weights is not None)
     session = Session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), start)
     if session.drained is not None:

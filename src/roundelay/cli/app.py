@@ -29,6 +29,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.table_command import table_command
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import InternalError, RoundelayError, UsageError
+from roundelay.planner.choices import Choices
 from roundelay.proof.tamper_ways import check_tamper
 
 _INTERRUPTED = 130
@@ -59,7 +60,7 @@ def roundelay(
 
 @app.command(epilog="Example: `roundelay train my_job.py --workers 2 --steps 100`")
 @o.expand_options
-def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
+def train(job_file: o.JobFile, choices: Choices, run: o.RunOptions, as_json: o.Json = False) -> int:
     """Train a job, and write a run folder: plan, metrics, trace, checkpoint, summary."""
     planned = run.plan_file is not None or run.resume is not None
     check_run(run)
@@ -76,7 +77,7 @@ def train(job_file: o.JobFile, choices: o.Choices, run: o.RunOptions, as_json: o
 @o.expand_options
 def plan(
     job_file: o.JobFile,
-    choices: o.Choices,
+    choices: Choices,
     seed: o.Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it. [default: stdout]")] = None,
     show: Annotated[
@@ -110,7 +111,7 @@ def simulate(
 
 @app.command("verify", epilog="Example: `roundelay verify my_job.py --steps 8 --tamper stash`")
 @o.expand_options
-def verify(job_file: o.JobFile, choices: o.Choices, options: VerifyOptions, as_json: o.Json = False) -> None:
+def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_json: o.Json = False) -> None:
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference.
 
     Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared.
@@ -138,7 +139,7 @@ def report(
 
 @app.command("compare", epilog="Example: `roundelay compare my_job.py --rules 1f1b,pipeoptim,async`")
 @o.expand_options
-def compare(job_file: o.JobFile, options: CompareOptions, choices: o.CommonChoices, as_json: o.Json = False) -> None:
+def compare(job_file: o.JobFile, options: CompareOptions, choices: o.AnyRule, as_json: o.Json = False) -> None:
     """Train under several rules from the same weights, seed by seed; leave a table and learning curves."""
     check_lengths(options.steps, options.epochs)
     o.refuse_launcher("compare")

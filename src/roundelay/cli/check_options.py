@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from roundelay.cli.options import Choices, CommonChoices, RunOptions, exclusive
+from roundelay.cli.options import RunOptions, exclusive
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.comparison.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.ir.rule import rule_named, rules
 from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
+from roundelay.planner.choices import Choices
 
 
 def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) -> None:
@@ -23,12 +25,11 @@ def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) ->
     Raises:
         PlanError: a choice cannot be used, whatever the job is.
     """
-    given = choices.given()
     known = choices.rule is None or _is_known(job_file, choices.rule)
     if planned:
-        check_each(given)
+        check_each(choices)
     else:
-        check_given(given, rule_known=known)
+        check_given(choices, rule_known=known)
 
 
 def check_run(run: RunOptions) -> None:
@@ -52,7 +53,7 @@ def check_lengths(steps: int | None, epochs: int | None) -> None:
 
 
 def check_comparison(
-    job_file: Path, choices: CommonChoices, rules: Sequence[str], optimizers: Sequence[str], rates: Sequence[str]
+    job_file: Path, choices: Choices, rules: Sequence[str], optimizers: Sequence[str], rates: Sequence[str]
 ) -> None:
     """Check the choices of a comparison.
 
@@ -69,7 +70,7 @@ def check_comparison(
     names = [text.split(":")[0].strip() for text in rules]
     if all(_is_known(job_file, name) for name in names if name != "all"):
         variants(rules, optimizers, parse_numbers(rates, "--lr"))
-    check_given({**choices.given(), "rule": rule_of_cuts(choices.layout)})
+    check_given(replace(choices, rule=rule_of_cuts(choices.layout)))
 
 
 def _is_known(job_file: Path, name: str) -> bool:

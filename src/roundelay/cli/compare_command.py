@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.compare_options import CompareOptions
-from roundelay.cli.options import CommonChoices
 from roundelay.cli.screen import announce, plan_warnings_as_lines, show_json, stderr, stdout, table
 from roundelay.comparison.comparison import (
     Compared,
@@ -27,6 +27,7 @@ from roundelay.comparison.comparison_charts import Written, write_comparison
 from roundelay.comparison.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.comparison.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.errors import RunError
+from roundelay.planner.choices import Choices
 from roundelay.planning.check_here import check_here
 from roundelay.planning.job_file import job_maker
 from roundelay.session.events import Updated
@@ -34,7 +35,7 @@ from roundelay.session.events import Updated
 _TITLES = {QUALITY: "What is learned", COST: "What it takes"}
 
 
-def compare_command(job_file: Path, options: CompareOptions, choices: CommonChoices, *, as_json: bool) -> None:
+def compare_command(job_file: Path, options: CompareOptions, choices: Choices, *, as_json: bool) -> None:
     """Train under several rules from the same weights, seed by seed; leave a table and learning curves.
 
     Args:
@@ -47,7 +48,7 @@ def compare_command(job_file: Path, options: CompareOptions, choices: CommonChoi
     folder, resolver = options.out or Path("compare") / job_file.stem, PathResolver()
     absolute = folder.absolute()  # job() is called once per seed, and may change the working folder
     source = _digest(job_file)
-    check_here({**choices.given(), "rule": rule_of_cuts(choices.layout)})
+    check_here(replace(choices, rule=rule_of_cuts(choices.layout)))
     make = job_maker(job_file)
     announce("Capturing and planning ...", as_json)
     with _resumable(absolute), plan_warnings_as_lines(), _live(as_json) as notify:

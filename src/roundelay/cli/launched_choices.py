@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from roundelay.cli.options import Choices
 from roundelay.env import launched
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.launching.launch import needs_launcher
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.planner.holder_choices import read_signatures
+from roundelay.planner.choices import Choices
+from roundelay.planner.holder_choices import parts_of
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.schedules import LAYOUTS, PIPELINE
 
@@ -66,7 +66,7 @@ def spread(choices: Choices, size: int, known: Plan | None) -> Choices:
         "--tensor-parallel": mesh_size if choices.tensor_parallel is None else choices.tensor_parallel,
     }
     if choices.signatures is not None:
-        holders["--tensor-parallel"] = read_signatures(choices.signatures).size
+        holders["--tensor-parallel"] = parts_of(replace(choices, tensor_parallel=None))
     each, rest = divmod(size, max(1, math.prod(holders.values())))
     if rest or not each:
         several = {name: value for name, value in holders.items() if value > 1}

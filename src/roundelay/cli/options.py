@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,174 +16,12 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.signals import Grace
 from roundelay.env import launched
 from roundelay.errors import UsageError
-from roundelay.ir.rule import rules
-from roundelay.ir.transports import TRANSPORTS
+from roundelay.planner.choices import OF_A_RULE, Choice, Choices
 
 _T = TypeVar("_T")
 
 JobFile = Annotated[
     Path, typer.Argument(help="Python file that defines `def job(seed) -> roundelay.Job`.", metavar="JOB.py")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of workers (of each replica), with one stage each, or two with zb-v. [default: one per GPU; on "
-        "the CPU one with all threads or two with half of them each, whichever is faster]"
-    ),
-]
-Layout = Annotated[
-    str | None,
-    typer.Option(
-        help="How micro-batches and stages lie on workers: pipeline, or cyclic data parallelism: single (one worker), "
-        "dp (one for each micro-batch), mp (several for each stage), zero (as dp, with states that go round). "
-        "[default: pipeline]",
-        metavar="pipeline|single|dp|mp|zero",
-    ),
-]
-Stages = Annotated[
-    int | None, typer.Option(help="Stages of a --layout other than pipeline. [default: one per micro-batch]")
-]
-DataParallel = Annotated[
-    int | None,
-    typer.Option(
-        help="Replicas, R, among which the micro-batches of a batch are dealt out; each has workers of its own. "
-        "[default: 1]"
-    ),
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        help="Workers among which the matrix products of each stage are divided, in pairs as Megatron-LM does: columns "
-        "of the first, rows of the second. [default: 1]"
-    ),
-]
-SignatureFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--signatures",
-        help="File with a mesh, and how parameters and results lie on it, as a plan's `mesh`, [parameters] and "
-        "[outputs] say; in place of --tensor-parallel.",
-        metavar="FILE",
-    ),
-]
-Zero = Annotated[
-    int | None,
-    typer.Option(
-        help="1: each replica has the optimizer's states of a part of the weights, updates it, and gets the others' "
-        "parts (ZeRO). [default: 0]"
-    ),
-]
-_RULES = ", ".join(rule.name for rule in rules())
-Rule = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Update rule: {_RULES}, or one that the job registers. [default: 1f1b, which trains as plain PyTorch "
-        "does; in a layout cdp-v2]"
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        help="Micro-batches per batch, M. [default: 1; D (workers) for 2bw, cdp, rehearse; 2 x D for rules that flush, "
-        "where a batch's loss is the mean of its parts'; "
-        "with --layout dp or zero 2, or one for each process of a launcher, with single or mp as many as stages, or 4]"
-    ),
-]
-Predictor = Annotated[
-    str | None,
-    typer.Option(
-        help="Weight prediction, for rules that predict: improved, paper, released-code, partial. [default: its first]"
-    ),
-]
-Backward = Annotated[
-    str | None,
-    typer.Option(help="Weights and tapes of the backward: stash, recompute, mixed. [default: the rule's first]"),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        help="Modules that keep only their inputs and are recomputed in the backward: paths such as blocks.0, patterns "
-        "such as blocks.*, all, or none. [default: what the model itself checkpoints, with stash; else none]",
-        metavar="NAME,...",
-    ),
-]
-Clip = Annotated[
-    str | None,
-    typer.Option(
-        help="Clip gradients: stage:NORM, each stage by its own norm; previous:NORM, by all gradients' norm of an "
-        "earlier batch; global:NORM, of the same batch (rules that flush; in --layout dp, cdp-v1 too). [default: none]",
-        metavar="BY:NORM",
-    ),
-]
-Ema = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it. "
-        "[default: the job's own; else none]",
-        metavar="DECAY",
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        help="fp32, or bf16 or fp16: compute with torch.autocast; weights and optimizer stay in fp32. [default: fp32]"
-    ),
-]
-LossScale = Annotated[
-    str | None,
-    typer.Option(
-        help="Loss scale for fp16: a power of two; dynamic, from 65536; dynamic:N, from N. [default: dynamic]",
-        metavar="N|dynamic",
-    ),
-]
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile", help="Compile the stages with torch.compile; needs a C++ compiler, and seconds to minutes."
-    ),
-]
-Deterministic = Annotated[
-    bool | None,
-    typer.Option(
-        "--deterministic",
-        help="Compute so that the same run gives the same bits on a GPU too; slower. Refused where torch cannot.",
-    ),
-]
-Transport = Annotated[
-    str | None,
-    typer.Option(
-        help=", ".join(f"{each.name} ({each.summary})" for each in TRANSPORTS.values()) + ". [default: memory]"
-    ),
-]
-Cuts = Annotated[
-    str | None,
-    typer.Option(
-        help="measured, roofline, equal, flops, memory-time (few activations of staggered micro-batches at one time), "
-        "or names of operations that end stages: a,b. [default: measured]"
-    ),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda (worker k on device k), or one for each worker: cuda:0,cpu. [default: cuda if here]"),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="Intra-op threads of each worker. [default: this host's cores, shared by its workers on the CPU; 1 on a "
-        "GPU]"
-    ),
-]
-Deadline = Annotated[
-    float | None,
-    typer.Option(help="Longest wait for a batch of the loader, or for a message. [default: 300]", metavar="SECONDS"),
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        help="Refuse a plan by which a worker would hold more, by prediction: weights, gradients, optimizer states, "
-        "versions, activations, messages. Without torch itself.",
-        metavar="BYTES",
-    ),
 ]
 Steps = Annotated[
     int | None,
@@ -208,44 +46,8 @@ Check = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommonChoices:
-    """Choices for the plans of any rule, one option each; None where the command line has no such option."""
-
-    workers: Workers = None
-    layout: Layout = None
-    stages: Stages = None
-    data_parallel: DataParallel = None
-    tensor_parallel: TensorParallel = None
-    signatures: SignatureFile = None
-    zero: Zero = None
-    micro_batches: MicroBatches = None
-    recompute: Recompute = None
-    compile: Compile = None
-    precision: Precision = None
-    loss_scale: LossScale = None
-    clip: Clip = None
-    ema: Ema = None
-    deterministic: Deterministic = None
-    transport: Transport = None
-    cuts: Cuts = None
-    devices: Devices = None
-    threads: Threads = None
-    deadline_s: Deadline = None
-    memory_limit: MemoryLimit = None
-
-    def given(self) -> dict[str, Any]:
-        """The choices that are not None, by name."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices(CommonChoices):
-    """Choices for a plan."""
-
-    rule: Rule = None
-    predictor: Predictor = None
-    backward: Backward = None
+AnyRule = Annotated[Choices, OF_A_RULE]
+"""Choices without these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,30 +102,49 @@ class RunOptions:
 
 def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
     """Replace every parameter of a command whose type is a dataclass by one option for each of its fields."""
-    groups = {
-        name: hint for name, hint in get_type_hints(command).items() if isinstance(hint, type) and is_dataclass(hint)
-    }
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: _group(hint) for name, hint in hints.items() if is_dataclass(_group(hint)[0])}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
-        if (group := groups.get(parameter.name)) is None:
+        if (found := groups.get(parameter.name)) is None:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-            continue
-        hints = get_type_hints(group, include_extras=True)
-        parameters += [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-            for field in fields(group)
-        ]
+        else:
+            parameters += _options(*found)
 
     @wraps(command)
     def expanded(**given: Any) -> _T:
         together = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
+            name: group(**{each.name: given.pop(each.name) for each in _options(group, without)})
+            for name, (group, without) in groups.items()
         }
         return command(**together, **given)
 
     expanded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return expanded
+
+
+def _group(hint: Any) -> tuple[Any, Sequence[str]]:
+    """A type and the names of its fields that are no options."""
+    return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, ())
+
+
+def _options(group: Any, without: Sequence[str]) -> list[Parameter]:
+    """One option for each field of a dataclass."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=_option(hints[each.name]))
+        for each in fields(group)
+        if each.name not in without
+    ]
+
+
+def _option(hint: Any) -> Any:
+    """The option of a field; of a choice as it is told."""
+    kind, told = get_args(hint)
+    if not isinstance(told, Choice):
+        return hint
+    flags = [told.flag] if told.flag else []
+    return Annotated[told.typed or kind, typer.Option(*flags, help=told.help, metavar=told.metavar)]
 
 
 def exclusive(steps: int | None, epochs: int | None) -> None:

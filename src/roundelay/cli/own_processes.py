@@ -15,15 +15,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roundelay import env
-from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import plan_files
 from roundelay.errors import UsageError, counted
-from roundelay.planner.holder_choices import read_signatures
+from roundelay.planner.choices import Choices
+from roundelay.planner.holder_choices import parts_of
 from roundelay.planning.planning import read_plan
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.runtime.processes.child_process import die_with_parent
@@ -83,7 +84,7 @@ def _wanted(choices: Choices) -> int:
         return choices.micro_batches or here
     split = choices.tensor_parallel or 1
     if choices.signatures is not None:
-        split = read_signatures(choices.signatures).size
+        split = parts_of(replace(choices, tensor_parallel=None))
     holders = (choices.data_parallel or 1) * split
     return holders * (choices.workers or max(1, here // holders))
 

@@ -10,7 +10,6 @@ from typing import Any
 from roundelay import env
 from roundelay.api import capture
 from roundelay.cli.launched_choices import spread
-from roundelay.cli.options import Choices
 from roundelay.cli.screen import announce, doing, stderr
 from roundelay.errors import UsageError
 from roundelay.frontend import Captured
@@ -18,14 +17,16 @@ from roundelay.ir.clip import Clip
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import Plan
-from roundelay.ir.rule import rule_named, rules
+from roundelay.ir.rule import rules
 from roundelay.job import Job
 from roundelay.launching.forked_call import apart
 from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
+from roundelay.planner.choices import DEADLINE_S, Choices
 from roundelay.planner.draft_plan import parse_names
-from roundelay.planner.holder_choices import parts_of, read_signatures
+from roundelay.planner.holder_choices import signatures_of
+from roundelay.planner.inherited_choices import common_threads, inherited, sizes_of
 from roundelay.planning.check_here import check_here
 from roundelay.planning.compile_stages import compile_stages, for_plan
 from roundelay.planning.default_choices import cores_notice
@@ -35,11 +36,8 @@ from roundelay.planning.memory_limit import check_memory
 from roundelay.planning.num_micro_batches import MicroBatchChoice
 from roundelay.planning.planning import fitted, plan_with_reasons, read_plan
 from roundelay.runtime.device import resolve_devices
-from roundelay.runtime.loading.loader_probe import DEADLINE_S
-from roundelay.schedules import PIPELINE, schedule_named
+from roundelay.schedules import PIPELINE
 
-_ALWAYS = ("rule", "compile", "precision", "deterministic", "transport", "deadline_s")
-_WITH_THE_RULE = ("micro_batches", "predictor", "backward")
 _LISTED = ("devices", "recompute")
 """Choices that are lists in a plan."""
 
@@ -88,7 +86,7 @@ def plan_job(
         UsageError: both a plan and choices that contradict it were given.
     """
     if party is None and source == PlanSource():
-        check_here(choices.given())  # again: the job may have registered the rule
+        check_here(choices)  # again: the job may have registered the rule
     deadline_s = _deadline_s(choices, source, leads=party is None or party.leads)
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
@@ -131,12 +129,11 @@ def plan_job(
 def _make_plan(
     job: Job, captured: Captured, choices: Choices, seed: int, resumed: Plan | None, *, quiet: bool
 ) -> Planned:
-    given = choices.given()
-    wanted = ({} if resumed is None else _inherited(resumed, given)) | given
-    steps = "Planning, compiling and measuring" if wanted.get("compile") else "Planning and measuring"
+    wanted = choices if resumed is None else choices.over(inherited(resumed, choices))
+    steps = "Planning, compiling and measuring" if wanted.compile else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
-        planned = plan_with_reasons(job, captured=captured, seed=seed, tell=show_wait, **wanted)
-    of_threads = cores_notice(planned.plan, _workers_here(planned.plan)) if "threads" in given else ""
+        planned = plan_with_reasons(job, wanted, captured=captured, seed=seed, tell=show_wait)
+    of_threads = cores_notice(planned.plan, _workers_here(planned.plan)) if choices.threads is not None else ""
     return replace(planned, notices=(*planned.notices, of_threads)) if of_threads else planned
 
 
@@ -221,79 +218,12 @@ def plan_files(resume: Path) -> list[Path]:
     return [file for file in (resume / "plan.toml", resume.parent / "plan.toml") if file.is_file()]
 
 
-def _inherited(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-    """Choices of the plan of the run that is continued, as far as they are compatible with those that are given.
-
-    Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
-    of workers.
-    """
-    sizes = _sizes(plan) if given.get("layout", plan.layout) == plan.layout else {}
-    dealt = _dealt_alike(plan, given)
-    sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
-    divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
-    kept: dict[str, Any] = (
-        sizes | dealt | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS} | {"clip": str(plan.clip)}
-    )
-    if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
-        kept["signatures"] = GivenSignatures.of(plan)
-    rule = given.get("rule", plan.rule)
-    same_size = bool(sizes) and parts_of(kept | given) == plan.mesh_size
-    same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
-    if rule == plan.rule and sizes:
-        kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE} | sizes
-        if given.get("backward", plan.backward) == plan.backward:
-            kept["recompute"] = plan.recompute
-    if given.get("precision", plan.precision) == plan.precision:
-        kept["loss_scale"] = str(plan.loss_scale)
-    if same_size and given.get("transport", plan.transport) == plan.transport:
-        kept["devices"] = ",".join(worker.device for worker in plan.workers)
-    if same_size and (threads := _common_threads(plan)) is not None:
-        kept["threads"] = threads
-    boxed = {exchange.value for exchange in plan.exchanges}  # these are no operations of the model
-    cuts = [[name for name in stage.segments if name not in boxed] for stage in plan.stages]
-    at_boxings = any(stage.segments[-1] in boxed for stage in plan.stages)
-    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule) and not at_boxings:
-        kept["cuts"] = cuts
-    return kept
-
-
-def _common_threads(plan: Plan) -> int | None:
-    """The intra-op threads of each worker; None where they differ."""
-    counts = {worker.threads for worker in plan.workers}
-    return counts.pop() if len(counts) == 1 else None
-
-
-def _sizes(plan: Plan) -> dict[str, Any]:
-    """The choices that make the holders of stages, and what each has."""
-    if plan.layout != PIPELINE:
-        return {"layout": plan.layout, "stages": plan.num_stages, "micro_batches": plan.batch_parts}
-    each = plan.num_workers // plan.grid.size
-    return {
-        "workers": each,
-        "data_parallel": plan.replicas,
-        "tensor_parallel": plan.mesh_size,
-        "zero": int(bool(plan.states)),
-    }
-
-
-def _dealt_alike(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of stages and micro-batches where another layout is given than the plan's."""
-    layout, size = given.get("layout", plan.layout), {"micro_batches": plan.batch_parts}
-    if layout == plan.layout or plan.batch_parts == 1 or given.keys() & {"micro_batches", "data_parallel"}:
-        return {}
-    return size if layout == PIPELINE else size | {"stages": plan.num_stages}
-
-
-def _stages_per_worker(rule: str) -> int:
-    return schedule_named(rule_named(rule).schedule).stages_per_worker
-
-
 def _checked(plan: Plan, choices: Choices) -> Plan:
     """The plan; refuses choices that contradict it."""
     if choices.cuts is not None:
         raise UsageError(
             "--cuts with --plan",
-            got=choices.cuts,
+            got=str(choices.cuts),
             expected="one of them: a plan has its own cuts",
             remedy="Leave --cuts out, or edit the plan's segments.",
         )
@@ -317,12 +247,12 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "workers" | "data_parallel" | "tensor_parallel" | "zero" | "stages" | "micro_batches":
                 alike = {"workers": plan.num_workers, "data_parallel": plan.replicas, "stages": plan.num_stages}
                 alike |= {"micro_batches": plan.micro_batches, "tensor_parallel": 1, "zero": 0}
-                planned_value = (alike | _sizes(plan))[name]
+                planned_value = (alike | sizes_of(plan))[name]
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)
             case "threads":
-                planned_value = _common_threads(plan) or "several numbers"
+                planned_value = common_threads(plan) or "several numbers"
             case "clip":
                 wanted = Clip.parse(value)
             case "loss_scale":
@@ -330,7 +260,7 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
             case "recompute":
                 wanted = parse_names(value)
             case "signatures":
-                wanted, planned_value = read_signatures(value), GivenSignatures.of(plan)
+                wanted, planned_value = signatures_of(Choices(signatures=value)), GivenSignatures.of(plan)
         if wanted != planned_value:
             yield name, value, planned_value
 
@@ -345,20 +275,19 @@ def check_source(choices: Choices, source: PlanSource) -> None:
     Raises:
         UsageError: the plan cannot be read or executed, a choice contradicts it, or choices cannot be used here.
     """
-    known, given = {rule.name for rule in rules()}, choices.given()
+    known = {rule.name for rule in rules()}
     files = [] if source.resume is None or source.plan_file is not None else plan_files(source.resume)
     if source.plan_file is not None:
         plan = _checked(read_plan(source.plan_file), replace(choices, memory_limit=None))
         if plan.rule in known:
             check_plan(plan)
-    elif source.resume is None and given.get("rule") in {None, *known}:
-        check_here(given)
-    elif files and {(plan := read_plan(files[0])).rule, given.get("rule", plan.rule)} <= known:
+    elif source.resume is None and choices.rule in {None, *known}:
+        check_here(choices)
+    elif files and {(plan := read_plan(files[0])).rule, choices.rule or plan.rule} <= known:
         _check_changes(plan, choices)
 
 
 def _check_changes(plan: Plan, choices: Choices) -> None:
     """Check choices that change the plan of the run that is continued."""
     if list(_contradicted(plan, replace(choices, deadline_s=None, memory_limit=None))):
-        given = choices.given()
-        check_here(_inherited(plan, given) | {"rule": plan.rule} | given)
+        check_here(choices.over(inherited(plan, choices)))

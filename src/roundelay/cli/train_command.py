@@ -12,7 +12,7 @@ import torch
 
 from roundelay import env
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.options import Choices, RunOptions
+from roundelay.cli.options import RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json, stderr, stdout, table
 from roundelay.cli.signals import SIGNALS
@@ -28,6 +28,7 @@ from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
+from roundelay.planner.choices import Choices
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.job_file import load_job
 from roundelay.proof.fidelity_precheck import check_before_training

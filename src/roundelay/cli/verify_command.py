@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.options import Choices
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json
 from roundelay.cli.sim_output import show_verification, verification_json
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import NondeterministicError
+from roundelay.planner.choices import Choices
 from roundelay.planning.job_file import load_job
 from roundelay.proof.reference_start import ReferenceStart
 from roundelay.proof.verifying import UNPROVED, check_fidelity, length_or_default, verify_session

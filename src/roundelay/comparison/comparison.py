@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -20,14 +20,15 @@ from roundelay.ir.rule import rule_named
 from roundelay.job import Job, OptimizerFactory
 from roundelay.observe.run_folder import RunFolder
 from roundelay.planner.check_given import check_length
+from roundelay.planner.choices import DEADLINE_S, OF_A_RULE, AnyRuleKeywords, Choices, from_keywords, shows_choices
+from roundelay.planner.given_layout import in_pipeline
 from roundelay.planning.check_here import check_here, refuse_launched
 from roundelay.planning.cuts import default_workers
 from roundelay.planning.explain_plan import explain
-from roundelay.planning.planning import CHOICES, capture, check_choices, plan_with_reasons, read_plan, with_warnings
+from roundelay.planning.planning import capture, plan_with_reasons, read_plan, with_warnings
 from roundelay.planning.torch_scope import on_threads
 from roundelay.runtime.loading.loader_epoch import seed_everything
-from roundelay.runtime.loading.loader_probe import DEADLINE_S
-from roundelay.schedules import PIPELINE, schedule_named
+from roundelay.schedules import schedule_named
 from roundelay.session.checkpointing import Saving, evaluate, holding_averages
 from roundelay.session.events import Event, Observer, Updated, samples_per_second
 from roundelay.session.observers import RunFolderObserver
@@ -110,6 +111,7 @@ class Compared:
         return [self.results[variant.name, seed] for seed in self.seeds if (variant.name, seed) in self.results]
 
 
+@shows_choices
 def compare(  # noqa: PLR0913  as many parameters as the command has options
     make: Make,
     *,
@@ -118,13 +120,11 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
     seeds: int = 5,
     optimizers: Sequence[str] = (),
     rates: Mapping[str, float] | None = None,
-    workers: int | None = None,
-    cuts: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     source: str = "",
     notify: Observe | None = None,
-    **choices: Any,
+    **choices: Unpack[AnyRuleKeywords],
 ) -> Compared:
     """Train under every rule from the same initial weights, seed by seed; runs that are finished are not repeated.
 
@@ -139,30 +139,27 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
         seeds: number of seeds, 0 and up.
         optimizers: names from ``variants.OPTIMIZERS``, in place of the job's own; its scheduler is kept.
         rates: optimizer to learning rate, in place of its default.
-        workers: D.
-        cuts: as for :func:`~roundelay.planning.planning.plan`; chosen once per number of stages per worker.
         steps: updates of every run; by default the job's own number, or one epoch.
         epochs: epochs of every run.
         source: identifies the job among others of the same model, such as a digest of its file.
         notify: called with every event, in the caller's thread.
-        choices: ``micro_batches`` (by default each rule's own), ``recompute``, ``compile``, ``precision``,
-            ``loss_scale``, ``clip``, ``ema``, ``deterministic``, ``transport``, ``deadline_s``, ``devices``.
+        choices: as of :func:`~roundelay.planning.planning.plan` but for those of a rule: ``workers``, ``cuts`` (chosen
+            once per number of stages per worker), ``micro_batches`` (by default each rule's own) and others.
 
     Raises:
         TypeError: a choice is unknown; predictor and backward mode are part of a rule's text.
         UsageError: an argument cannot be used, or the folder belongs to another comparison.
         RunError: a run failed, other than by a loss that is not finite; finished runs are kept.
     """
-    check_choices(compare, choices, [name for name in CHOICES if name not in ("predictor", "backward")])
+    own = from_keywords(compare, choices, OF_A_RULE)
     compared = variants(rules, optimizers, rates)
     if seeds < 1:
         raise UsageError("--seeds", got=str(seeds), expected="at least 1", remedy="Give a positive number of seeds.")
-    given = {name: choice for name, choice in choices.items() if choice is not None}
-    check_here({**given, "workers": workers, "rule": rule_of_cuts(given.get("layout"))})
-    refuse_launched(given.get("transport", "memory"))
+    check_here(replace(own, rule=rule_of_cuts(own.layout)))
+    refuse_launched(own.transport or "memory")
     check_length(steps, epochs)
-    comparison = _Comparison(make, ComparisonFolder(Path(out)), Length(steps=steps, epochs=epochs), given)
-    comparison.begin(source, cuts, workers)
+    comparison = _Comparison(make, ComparisonFolder(Path(out)), Length(steps=steps, epochs=epochs), own)
+    comparison.begin(source)
     plans, refused = comparison.plans(compared)
     planned = [variant for variant in compared if variant.rule_text in plans]
     results = comparison.run_all(planned, plans, range(seeds), notify or (lambda event: None))
@@ -172,46 +169,45 @@ def compare(  # noqa: PLR0913  as many parameters as the command has options
 class _Comparison:
     """What all runs share: the function that makes jobs, the folder, the length of a run, and the cuts."""
 
-    def __init__(self, make: Make, folder: ComparisonFolder, length: Length, choices: Mapping[str, Any]) -> None:
+    def __init__(self, make: Make, folder: ComparisonFolder, length: Length, choices: Choices) -> None:
         self._make, self._folder, self._length, self._choices = make, folder, length, choices
         self._job = self._new_job(0)
-        self._captured = capture(self._job, seed=0, deadline_s=choices.get("deadline_s") or DEADLINE_S)
+        self._captured = capture(self._job, seed=0, deadline_s=choices.deadline_s or DEADLINE_S)
         self._extent = extent(self._job, length, None)
         self._settings: dict[str, Any] = {}
-        self._cuts: str | None = None
-        self._workers: int | None = None
-        self._in_layout = choices.get("layout", PIPELINE) != PIPELINE
+        self._in_layout = not in_pipeline(choices)
 
     def _default_workers(self) -> int:
-        chosen = self._choices
-        return default_workers(devices=chosen.get("devices"), transport=chosen.get("transport") or "memory")
+        return default_workers(devices=self._choices.devices, transport=self._choices.transport or "memory")
 
     def _new_job(self, seed: int) -> Job:
         seed_everything(seed)
         return self._make(seed)
 
-    def begin(self, source: str, cuts: str | None, workers: int | None) -> None:
+    def begin(self, source: str) -> None:
         """Check the folder, and take the cuts from it, or choose them now.
 
         Raises:
             UsageError: the folder belongs to another comparison, or the model cannot be cut in this way.
         """
+        own = self._choices
         settings = {
             "job": source,
-            "workers": workers or self._default_workers(),
-            "cuts": cuts or "measured",
             "model": self._captured.graph.fingerprint,
             "updates": self._extent.batches,
             "epochs": self._extent.epochs,
             "micro_batches": None,
-            **self._choices,
+            **own.given(),
+            "workers": own.workers or self._default_workers(),
+            "cuts": own.cuts or "measured",
             "torch": torch.__version__,
         }
         settings.pop("deadline_s", None)  # does not change results
         self._folder.check(settings)
-        self._settings, self._cuts, self._workers = settings, cuts, workers
+        self._settings = settings
         stages = self._stages(1)
-        self._workers = workers if self._in_layout else len(stages)  # a layout says itself how many there are
+        if not self._in_layout:  # a layout says itself how many workers there are
+            self._choices = replace(own, workers=len(stages))
 
     def _stages(self, per_worker: int) -> list[list[str]]:
         """The segments of all stages with ``per_worker`` stages on each worker, from the folder or chosen now."""
@@ -219,14 +215,13 @@ class _Comparison:
         plan = (
             read_plan(path, OTHER_FOLDER)
             if path.exists()
-            else self._new_plan(path, rule_of_cuts(self._choices.get("layout"), per_worker), self._cuts)
+            else self._new_plan(path, Choices(rule=rule_of_cuts(self._choices.layout, per_worker)))
         )
         return [list(stage.segments) for stage in plan.stages]
 
-    def _new_plan(self, path: Path, rule: str, cuts: str | list[list[str]] | None, **choices: Any) -> Plan:
+    def _new_plan(self, path: Path, choices: Choices) -> Plan:
         """Plan, and write the plan into the folder."""
-        fixed = {"captured": self._captured, "workers": self._workers, **self._choices}
-        planned = plan_with_reasons(self._job, rule=rule, cuts=cuts, **fixed, **choices)
+        planned = plan_with_reasons(self._job, choices.over(self._choices), captured=self._captured)
         if not self._folder.settings.exists():
             self._folder.begin(self._settings)
         write(path, planned.plan.text(explain(self._captured, planned.plan, planned.reasons)))
@@ -237,17 +232,17 @@ class _Comparison:
         plans: dict[str, Plan] = {}
         refused: dict[str, str] = {}
         for text, variant in {variant.rule_text: variant for variant in compared}.items():
-            path, choices = self._folder.plan(text), {"predictor": variant.predictor, "backward": variant.backward}
+            path = self._folder.plan(text)
             plan = read_plan(path, OTHER_FOLDER) if path.exists() else None
             try:
                 row = rule_named(variant.rule)
                 per_worker = 1 if self._in_layout else schedule_named(row.schedule).stages_per_worker
-                plan = plan or self._new_plan(path, variant.rule, self._stages(per_worker), **choices)
+                plan = plan or self._new_plan(path, _choices_of(variant, self._stages(per_worker)))
             except (PlanError, CaptureError) as error:  # CaptureError: too few places for cuts
                 got = "" if error.got == variant.rule else f": {error.got}"  # it stands before the reason
                 refused[text] = f"{error.subject}{got}; expected {error.expected}"
             else:
-                plans[text] = replace(plan, deadline_s=self._choices.get("deadline_s", plan.deadline_s))
+                plans[text] = replace(plan, deadline_s=self._choices.deadline_s or plan.deadline_s)
         return plans, refused
 
     def run_all(
@@ -277,6 +272,11 @@ class _Comparison:
         folder = self._folder.open_run(variant, seed)
         folder.write_plan(plan.text(explain(captured, plan)))
         _run_in_folder(session, folder, notify, lambda updates: notify(RunResumed(updates)))
+
+
+def _choices_of(variant: Variant, cuts: Sequence[Sequence[str]]) -> Choices:
+    """What a variant chooses of its plan."""
+    return Choices(rule=variant.rule, predictor=variant.predictor, backward=variant.backward, cuts=cuts)
 
 
 def optimizer_factory(variant: Variant) -> OptimizerFactory | None:

@@ -5,12 +5,11 @@ A draft of the plan is made of the choices, and validated as plans are; what onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from roundelay.errors import PlanError, UsageError, did_you_mean
-from roundelay.ir.clip import NO_CLIP, Clip
+from roundelay.ir.clip import Clip
 from roundelay.ir.device_names import CPU, check_number, listed_devices
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.num_bytes import parse_bytes
@@ -18,9 +17,10 @@ from roundelay.ir.plan import Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
 from roundelay.ir.sbp import Split
 from roundelay.lower.reading import read
-from roundelay.lower.validate_plan import LONGEST_S, check_deadline, check_devices, check_num_threads, check_settings
-from roundelay.planner.draft_plan import TENSOR, check_kinds, default_rule, draft_plan, parse_names
-from roundelay.planner.given_layout import in_layout, owners_of
+from roundelay.lower.validate_plan import check_deadline, check_devices, check_num_threads, check_settings
+from roundelay.planner.choices import Choices
+from roundelay.planner.draft_plan import TENSOR, default_rule, draft_plan, parse_names
+from roundelay.planner.given_layout import in_layout, in_pipeline, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for
 
@@ -51,43 +51,46 @@ _UNKNOWN = dict.fromkeys(
 )
 
 
-def check_given(given: Mapping[str, Any], *, rule_known: bool = True) -> None:
+def check_given(choices: Choices, *, rule_known: bool = True) -> None:
     """Check everything about choices that does not depend on the model.
 
     Args:
-        given: choices as for :func:`roundelay.plan`, ``workers`` and ``rule`` among them; None means not given.
+        choices: as for :func:`roundelay.plan`.
         rule_known: False where the rule is still to be registered; then only what suits any rule is checked.
 
     Raises:
         PlanError: a name is unknown, a number impossible, or two choices cannot be combined.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    check_kinds(given)
-    given.setdefault("deadline_s", LONGEST_S)
-    check_deadline(given["deadline_s"])
-    check_num_workers(given.get("workers"))
-    check_num_threads("--threads", given.get("threads", 1))
-    if "memory_limit" in given:
-        parse_bytes(given["memory_limit"], "--memory-limit")
-    Clip.parse(str(given.get("clip", NO_CLIP)))
-    laid = in_layout(given)
+    choices.check_kinds()
+    if choices.deadline_s is not None:
+        check_deadline(choices.deadline_s)
+    check_num_workers(choices.workers)
+    check_num_threads("--threads", 1 if choices.threads is None else choices.threads)
+    if choices.memory_limit is not None:
+        parse_bytes(choices.memory_limit, "--memory-limit")
+    if choices.clip is not None:
+        Clip.parse(choices.clip)
+    laid = in_layout(choices)
     replicas_of(laid), parts_of(laid), zero_of(laid)
     if not rule_known:
-        laid = {name: value for name, value in laid.items() if name in _ANY_RULE}
-        given = {name: value for name, value in given.items() if name in _ANY_RULE}
-    _check_draft(given, laid)
+        laid, choices = (_only(_ANY_RULE, one) for one in (laid, choices))
+    _check_draft(choices, laid)
 
 
-def check_each(given: Mapping[str, Any]) -> None:
+def _only(names: Collection[str], choices: Choices) -> Choices:
+    """Some of the choices."""
+    return Choices(**{name: value for name, value in choices.given().items() if name in names})
+
+
+def check_each(choices: Choices) -> None:
     """Check each choice by itself, where a plan that is not read yet says what the others are.
 
     Raises:
         PlanError: a name is unknown, or a number impossible.
     """
-    check_kinds({name: value for name, value in given.items() if value is not None})
+    choices.check_kinds()
     for name in _ALONE:
-        if given.get(name) is not None:
-            check_given({name: given[name]}, rule_known=False)
+        check_given(_only([name], choices), rule_known=False)
 
 
 def check_num_workers(workers: int | None) -> None:
@@ -126,25 +129,25 @@ def validate_check(option: str | None) -> None:
         )
 
 
-def _check_draft(given: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
+def _check_draft(choices: Choices, laid: Choices) -> None:
     """Validate the draft of a plan.
 
     Args:
-        given: the choices.
+        choices: as given.
         laid: the same in their layout.
     """
-    layout = laid.get("layout", PIPELINE)
-    rule = rule_named(given.get("rule", default_rule(layout)))
-    num_stages = _num_stages(given)
-    draft = draft_plan("", rule.name, given.get("workers", 1), laid)
+    layout = PIPELINE if laid.layout is None else laid.layout
+    rule = rule_named(default_rule(layout) if choices.rule is None else choices.rule)
+    num_stages = _num_stages(choices)
+    draft = draft_plan("", rule.name, 1 if choices.workers is None else choices.workers, laid)
     draft = replace(
         _with_holders(draft, laid),
-        recompute=parse_names(given.get("recompute", ())),
+        recompute=parse_names(choices.recompute or ()),
         stages=(StagePlan(workers=(), segments=(), **_UNKNOWN),) * num_stages,
     )
     reading = read(draft)
     check_settings(reading)
-    if (devices := given.get("devices")) is not None:
+    if (devices := choices.devices) is not None:
         names = listed_devices(devices)
         schedule = schedule_for(rule, layout, num_stages=num_stages)
         if names and (size := _num_workers(draft, schedule)):
@@ -154,15 +157,15 @@ def _check_draft(given: Mapping[str, Any], laid: Mapping[str, Any]) -> None:
         check_devices(replace(draft, workers=workers), reading.transport)
 
 
-def _num_stages(given: Mapping[str, Any]) -> int:
+def _num_stages(choices: Choices) -> int:
     """How many stages the plan is asked to have; 0 if the model has a say in it."""
-    if given.get("layout", PIPELINE) != PIPELINE:
-        return int(given.get("stages", 0))
-    each = schedule_for(rule_named(given.get("rule", default_rule(PIPELINE)))).stages_per_worker
-    return int(given.get("workers", 0)) * max(1, each)
+    if not in_pipeline(choices):
+        return choices.stages or 0
+    each = schedule_for(rule_named(default_rule(PIPELINE) if choices.rule is None else choices.rule)).stages_per_worker
+    return (choices.workers or 0) * max(1, each)
 
 
-def _with_holders(draft: Plan, laid: Mapping[str, Any]) -> Plan:
+def _with_holders(draft: Plan, laid: Choices) -> Plan:
     """The draft with its mesh, and with some split state where optimizer states are split."""
     own, parts = signatures_of(laid), parts_of(laid)
     if own is not None:

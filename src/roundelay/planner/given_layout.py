@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from roundelay.errors import PlanError, did_you_mean
+from roundelay.planner.choices import Choices, flag
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, holders_of
 
 REPLICATED, OTHERWISE = 2, 4
 """Micro-batches of a batch by default, where each has a worker, and where not."""
 
 
-def has_size(given: Mapping[str, Any]) -> bool:
+def has_size(choices: Choices) -> bool:
     """Whether a layout's number of micro-batches is given, or a pipeline is asked for."""
-    return given.get("layout", PIPELINE) == PIPELINE or bool(given.keys() & {"micro_batches", "data_parallel"})
+    return in_pipeline(choices) or bool(choices.names() & {"micro_batches", "data_parallel"})
 
 
-def in_layout(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_pipeline(choices: Choices) -> bool:
+    """Whether a pipeline is asked for."""
+    return choices.layout in (None, PIPELINE)
+
+
+def in_layout(choices: Choices) -> Choices:
     """The choices as they are in the given layout: with N micro-batches, or N replicas of one micro-batch each.
 
     Raises:
         PlanError: there is no such layout, or a choice does not go with it.
     """
-    layout = given.get("layout", PIPELINE)
+    layout = PIPELINE if choices.layout is None else choices.layout
     if layout not in LAYOUTS:
-        _check_pipeline(given, layout)
-        return dict(given)
+        _check_pipeline(choices, layout)
+        return choices
     form = LAYOUTS[layout]
-    _refuse(given, layout, "workers", "none: the layout says how many there are")
+    _refuse(choices, layout, "workers", "none: the layout says how many there are")
     if not form.replicates:
-        _refuse(given, layout, "data_parallel", "none: give --micro-batches")
+        _refuse(choices, layout, "data_parallel", "none: give --micro-batches")
+    given = choices.given()
     numbers = {name: given[name] for name in ("micro_batches", "data_parallel") if name in given}
-    size = next(iter(numbers.values()), REPLICATED if form.replicates else given.get("stages", OTHERWISE))
+    usual = REPLICATED if form.replicates else OTHERWISE if choices.stages is None else choices.stages
+    size = next(iter(numbers.values()), usual)
     if len(set(numbers.values())) > 1 or size < 1:
         raise PlanError(
             f"--layout {layout}",
-            got=" and ".join(f"--{name.replace('_', '-')} {number}" for name, number in numbers.items()),
+            got=" and ".join(f"{flag(name)} {number}" for name, number in numbers.items()),
             expected="N micro-batches of a batch, from 1; in dp, --data-parallel N says the same",
             remedy="Give --micro-batches.",
         )
-    own = {"data_parallel": size, "micro_batches": 1} if form.replicates else {"micro_batches": size}
-    return {**given, **own, "stages": given.get("stages", size)}
+    own = Choices(data_parallel=size, micro_batches=1) if form.replicates else Choices(micro_batches=size)
+    return replace(own.over(choices), stages=size if choices.stages is None else choices.stages)
 
 
-def _check_pipeline(given: Mapping[str, Any], layout: str) -> None:
+def _check_pipeline(choices: Choices, layout: str) -> None:
     if layout != PIPELINE:
         raise PlanError(
             "--layout",
@@ -52,17 +60,12 @@ def _check_pipeline(given: Mapping[str, Any], layout: str) -> None:
             expected=f"one of {', '.join([PIPELINE, *LAYOUTS])}",
             remedy=did_you_mean(layout, [PIPELINE, *LAYOUTS]) + "Correct it.",
         )
-    _refuse(given, layout, "stages", "none: each worker of a pipeline has one stage, or as many as its rule says")
+    _refuse(choices, layout, "stages", "none: each worker of a pipeline has one stage, or as many as its rule says")
 
 
-def _refuse(given: Mapping[str, Any], layout: str, name: str, expected: str) -> None:
-    if name in given:
-        raise PlanError(
-            f"--{name.replace('_', '-')} with layout {layout}",
-            got=str(given[name]),
-            expected=expected,
-            remedy="Leave it out.",
-        )
+def _refuse(choices: Choices, layout: str, name: str, expected: str) -> None:
+    if (value := getattr(choices, name)) is not None:
+        raise PlanError(f"{flag(name)} with layout {layout}", got=str(value), expected=expected, remedy="Leave it out.")
 
 
 def owners_of(

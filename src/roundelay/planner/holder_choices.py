@@ -2,72 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.planner.choices import Choices
 from roundelay.schedules import PIPELINE
 
 
-def replicas_of(given: Mapping[str, Any]) -> int:
+def replicas_of(choices: Choices) -> int:
     """R, as given, or 1.
 
     Raises:
         PlanError: it is no positive number.
     """
-    replicas = given.get("data_parallel", 1)
+    replicas = 1 if choices.data_parallel is None else choices.data_parallel
     if replicas < 1:
         raise PlanError("replicas", got=str(replicas), expected="at least 1", remedy="Give --data-parallel 1 or more.")
-    return int(replicas)
+    return replicas
 
 
-def signatures_of(given: Mapping[str, Any]) -> GivenSignatures | None:
+def signatures_of(choices: Choices) -> GivenSignatures | None:
     """Those that are given, or stand in the file that is.
 
     Raises:
         PlanError: they cannot be read, or --tensor-parallel is given as well.
     """
-    own = given.get("signatures")
+    own, tensor_parallel = choices.signatures, choices.tensor_parallel or 1
     if own is None or isinstance(own, GivenSignatures):
         return own
-    if given.get("tensor_parallel", 1) > 1:
+    if tensor_parallel > 1:
         raise PlanError(
             "--signatures with --tensor-parallel",
-            got=f"{own} and {given['tensor_parallel']}",
+            got=f"{own} and {tensor_parallel}",
             expected="one of them: the file has the mesh and the signatures that the other would find",
             remedy="Leave --tensor-parallel out.",
         )
     return read_signatures(Path(own))
 
 
-def parts_of(given: Mapping[str, Any]) -> int:
+def parts_of(choices: Choices) -> int:
     """Workers of the mesh, as given, or 1.
 
     Raises:
         PlanError: it is no positive number.
     """
-    if (own := signatures_of(given)) is not None:
+    if (own := signatures_of(choices)) is not None:
         return own.size
-    parts = given.get("tensor_parallel", 1)
+    parts = 1 if choices.tensor_parallel is None else choices.tensor_parallel
     if parts < 1:
         raise PlanError(
             "--tensor-parallel", got=str(parts), expected="at least 1", remedy="Give --tensor-parallel 1 or more."
         )
-    return int(parts)
+    return parts
 
 
-def zero_of(given: Mapping[str, Any]) -> int:
+def zero_of(choices: Choices) -> int:
     """The level of ``--zero``, as given, or 0.
 
     Raises:
         PlanError: it is not built, or there is one replica.
     """
-    level = given.get("zero", 0)
+    level = choices.zero or 0
     if level not in (0, 1):
         raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
-    layout = given.get("layout", PIPELINE)
+    layout = PIPELINE if choices.layout is None else choices.layout
     if level and layout != PIPELINE:
         raise PlanError(
             f"--zero {level}",
@@ -75,14 +74,14 @@ def zero_of(given: Mapping[str, Any]) -> int:
             expected="a pipeline with --data-parallel 2 or more",
             remedy="Leave --zero out, or --layout.",
         )
-    if level and replicas_of(given) == 1:
+    if level and replicas_of(choices) == 1:
         raise PlanError(
             "--zero 1",
             got="one replica, whose optimizer has all states",
             expected="--data-parallel 2 or more, among which they are divided",
             remedy="Give --data-parallel, or leave --zero out.",
         )
-    return int(level)
+    return level
 
 
 def read_signatures(path: Path) -> GivenSignatures:

@@ -25,6 +25,7 @@ from roundelay.lower.reading import read
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner import cut_reasons
 from roundelay.planner.check_given import check_num_workers
+from roundelay.planner.choices import CutRequest
 from roundelay.planner.cost_model import CostParameters, StageCosts, boundaries_of, roofline, stage_costs
 from roundelay.planner.kept_bytes import SavedStorages, kept_bytes
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
@@ -42,9 +43,6 @@ _GIVEN = ("cuts: as given",)
 
 Stages = tuple[tuple[str, ...], ...]
 """For each stage, the operations that end its segments."""
-
-CutRequest = str | Sequence[Sequence[str]]
-"""One of :data:`WAYS`; comma-separated names of the operations that end stages; or :data:`Stages`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +16,8 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
+from roundelay.planner.choices import Choices
+from roundelay.planner.given_layout import in_pipeline
 from roundelay.runtime.device import default_devices
 from roundelay.schedules import PIPELINE, schedule_named
 
@@ -27,19 +28,18 @@ _NO_FASTER = 0.97
 """Several workers must take less than this share of one worker's time, to be worth their messages and memory."""
 
 
-def workers_are_open(rule: str, given: Mapping[str, Any]) -> bool:
+def workers_are_open(choices: Choices) -> bool:
     """Whether one worker and two would train the same on this host's CPU, so that the faster may be taken.
 
     Args:
-        rule: update rule; one that reads older weights means something on several stages only.
-        given: the choices, with ``workers`` or ``cuts`` if they are given.
+        choices: with the rule; one that reads older weights means something on several stages only.
     """
-    if given.keys() & {"workers", "cuts", "stages"} or given.get("layout", PIPELINE) != PIPELINE or is_launched():
+    sized = {"workers", "stages", "data_parallel", "tensor_parallel", "signatures", "zero", "memory_limit"}
+    if choices.names() & sized or not in_pipeline(choices) or is_launched():
         return False
-    if given.keys() & {"data_parallel", "tensor_parallel", "signatures", "zero", "memory_limit"}:
-        return False
-    flushes = schedule_named(rule_named(rule).schedule).window == "batch"
-    on_cpu = (given.get("devices") or default_devices(given.get("transport", "memory"))) == CPU
+    assert choices.rule is not None, "the caller has chosen one"
+    flushes = schedule_named(rule_named(choices.rule).schedule).window == "batch"
+    on_cpu = (choices.devices or default_devices(choices.transport or "memory")) == CPU
     return flushes and on_cpu and usable_cores() > 1
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from roundelay.errors import PlanError, counted
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.lower.reading import read
+from roundelay.planner.choices import Choices
 from roundelay.planner.cost_model import boundaries_of
+from roundelay.planner.draft_plan import PLAIN
+from roundelay.planner.given_layout import in_pipeline
 from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planning.cuts import Cut, count_stages, default_workers
-from roundelay.schedules import PIPELINE, holders_of
+from roundelay.schedules import holders_of
 
 
 def num_stages_of(
-    graph: Graph, workers: int | None, given_cut: Cut | None, rule: str, given: Mapping[str, Any], *, requested: bool
+    graph: Graph, workers: int | None, given_cut: Cut | None, choices: Choices, *, requested: bool
 ) -> tuple[int, str]:
     """How many stages a plan gets, and why fewer than by default, if so.
 
@@ -24,20 +24,19 @@ def num_stages_of(
         graph: of the model.
         workers: of each replica of a pipeline, as given.
         given_cut: the cut as given.
-        rule: update rule.
-        given: choices as of :func:`in_layout`.
+        choices: as of :func:`in_layout`, with the rule.
         requested: whether the number of stages of a layout is given.
 
     Raises:
         PlanError: the numbers do not fit.
         CaptureError: the model cannot be cut into so many.
     """
-    if given.get("layout", PIPELINE) == PIPELINE:
-        where = given.get("devices"), given.get("transport", "memory")
-        default = default_workers(replicas_of(given) * parts_of(given), *where)
-        return count_stages(graph, workers, given_cut, rule, default)
+    if in_pipeline(choices):
+        holders = replicas_of(choices) * parts_of(choices)
+        default = default_workers(holders, choices.devices, choices.transport or "memory")
+        return count_stages(graph, workers, given_cut, choices.rule or PLAIN, default)
     cut_into = None if given_cut is None else len(given_cut.stages)
-    return _stages_in_layout(graph, given["stages"], cut_into, requested=requested)
+    return _stages_in_layout(graph, choices.stages or 0, cut_into, requested=requested)
 
 
 def _stages_in_layout(graph: Graph, wanted: int, cut: int | None, *, requested: bool) -> tuple[int, str]:

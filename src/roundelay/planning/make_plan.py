@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,13 +26,14 @@ from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_plan
-from roundelay.planner.draft_plan import TENSOR, draft_plan
+from roundelay.planner.choices import Choices
+from roundelay.planner.draft_plan import PLAIN, TENSOR, draft_plan
 from roundelay.planner.given_layout import has_size, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages, for_plan
-from roundelay.planning.cuts import Cut, CutRequest, Stages, cut
+from roundelay.planning.cuts import Cut, Stages, cut
 from roundelay.planning.default_choices import choose_faster
 from roundelay.planning.layout_choices import num_stages_of, slots_in_layout
 from roundelay.planning.memory_limit import check_memory
@@ -80,24 +81,20 @@ class PlanRequest:
     Args:
         job: the job.
         captured: its model.
-        rule: update rule.
         seed: of the sample batch.
-        cuts: how cuts are chosen.
         given_cut: the cut, if it is given by names.
         tell: called when waiting for the loader takes long.
-        given: the choices that are given, as they are in their layout.
+        choices: with the rule and the way to cut, as they are in their layout.
         asked: the same as they were given.
     """
 
     job: Job
     captured: Captured
-    rule: str
     seed: int
-    cuts: CutRequest
     given_cut: Cut | None
     tell: OnWait
-    given: dict[str, Any]
-    asked: Mapping[str, Any]
+    choices: Choices
+    asked: Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +131,27 @@ def plan_one_or_two_workers(request: PlanRequest) -> Planned:
 
 def drafted(request: PlanRequest, workers: int | None) -> Draft:
     """Choose everything but the cuts, and measure nothing yet."""
-    given, rule, captured = request.given, rule_named(request.rule), request.captured
-    sized, staged = has_size(request.asked), "stages" in request.asked
-    replicas, parts = replicas_of(given), parts_of(given)
-    num_stages, fewer = num_stages_of(captured.graph, workers, request.given_cut, rule.name, given, requested=staged)
-    schedule = schedule_for(rule, given.get("layout", PIPELINE), num_stages=num_stages)
+    choices, captured = request.choices, request.captured
+    rule, sized, staged = rule_named(choices.rule or PLAIN), has_size(request.asked), request.asked.stages is not None
+    replicas, parts = replicas_of(choices), parts_of(choices)
+    num_stages, fewer = num_stages_of(captured.graph, workers, request.given_cut, choices, requested=staged)
+    schedule = schedule_for(rule, choices.layout or PIPELINE, num_stages=num_stages)
     each = len(set(schedule.place(num_stages)))
-    draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, given), captured, given)
+    draft = _with_signatures(draft_plan(captured.graph.fingerprint, rule.name, each, choices), captured, choices)
     with preserving_state(request.job), uncalled(request.job.model):
         choice = choose_micro_batches(
             captured,
             rule,
             draft.micro_batches,
             lambda: first_batches(request.job.loader, request.seed, EXAMINED_BATCHES, draft.deadline_s, budget_s=1.0),
-            requested="micro_batches" in given and sized,
+            requested=choices.micro_batches is not None and sized,
             replicas=replicas,
             dealt=not sized,
         )
-    recompute = choose_modules(captured, draft.backward, given.get("recompute"))
+    recompute = choose_modules(captured, draft.backward, choices.recompute)
     draft = replace(draft, micro_batches=choice.micro_batches, recompute=recompute)
     owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
-    placed = _workers(resolve_devices(given.get("devices"), size, draft.transport), given.get("threads"))
+    placed = _workers(resolve_devices(choices.devices, size, draft.transport), choices.threads)
     notices = tuple(notice for notice in (fewer, choice.notice) if notice)
     return Draft(replace(draft, workers=placed), owners, notices, (choice.notice,) if choice.otherwise else ())
 
@@ -178,13 +175,13 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> M
 
 def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
     """Choose the cuts, and measure the stages."""
-    job, given, draft, owners = request.job, request.given, draft_of.plan, draft_of.owners
+    job, choices, draft, owners = request.job, request.choices, draft_of.plan, draft_of.owners
     whole = for_plan(request.captured, replace(draft, mesh={}, parameters={}, outputs={}))
     sample = partial(_sample, job, whole.graph, draft, request.seed, request.tell)
     with preserving_state(job), uncalled(job.model):
-        chosen = request.given_cut or cut(whole, draft, str(request.cuts), len(owners), sample)
+        chosen = request.given_cut or cut(whole, draft, str(choices.cuts), len(owners), sample)
     captured, notices = on_mesh(whole, draft), draft_of.notices
-    if zero_of(given):
+    if zero_of(choices):
         draft, left_whole = split_states(job, captured, draft)
         captured, notices = on_mesh(whole, draft), (*notices, *left_whole)
     ends = chosen.stages
@@ -192,8 +189,10 @@ def measured_plan(request: PlanRequest, draft_of: Draft) -> Planned:
         ends = tuple(map(tuple, segment_ends(captured.graph, ends, captured.boxes)))
     names = [[draft.workers[worker].name for worker in own] for own in owners]
     draft = replace(draft, stages=_unmeasured(ends, names))
-    result, savings = _measure(job, captured, draft, request.seed, request.tell, requested="recompute" in given)
-    if (limit := given.get("memory_limit")) is not None:
+    result, savings = _measure(
+        job, captured, draft, request.seed, request.tell, requested=choices.recompute is not None
+    )
+    if (limit := choices.memory_limit) is not None:
         check_memory(job, whole, result, limit)
     return Planned(result, (*notices, *chosen.reasons, *savings), notices, draft_of.warnings)
 
@@ -211,9 +210,9 @@ def _workers(devices: Sequence[str], threads: int | None) -> tuple[WorkerPlan, .
     return tuple(WorkerPlan(name=f"w{k}", device=device, threads=count) for k, (device, count) in named)
 
 
-def _with_signatures(draft: Plan, captured: Captured, given: Mapping[str, Any]) -> Plan:
+def _with_signatures(draft: Plan, captured: Captured, choices: Choices) -> Plan:
     """The draft with the given signatures, or those that `tensor_parallel` asks for."""
-    own, parts = signatures_of(given), parts_of(given)
+    own, parts = signatures_of(choices), parts_of(choices)
     if own is not None:
         return replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
     if parts == 1:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from roundelay import simulator
 from roundelay.errors import PlanError, PlanWarning, UsageError
@@ -32,11 +30,12 @@ from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
+from roundelay.planner.choices import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.draft_plan import default_rule
 from roundelay.planner.given_layout import in_layout
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
-from roundelay.planning.cuts import MEASURED, CutRequest, cut_by_names
+from roundelay.planning.cuts import MEASURED, cut_by_names
 from roundelay.planning.default_choices import workers_are_open
 from roundelay.planning.job_file import GivenJob, given_job
 from roundelay.planning.make_plan import Planned, PlanRequest, drafted, measured_plan, plan_one_or_two_workers
@@ -46,33 +45,9 @@ from roundelay.planning.plan_signatures import on_mesh
 from roundelay.planning.torch_scope import on_all_threads, without_dumps
 from roundelay.planning.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.planning.weights_file import check_filled, fill
-from roundelay.runtime.loading.loader_probe import DEADLINE_S, first_batch
+from roundelay.runtime.loading.loader_probe import first_batch
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.schedules import PIPELINE
-
-CHOICES = (
-    "layout",
-    "stages",
-    "data_parallel",
-    "tensor_parallel",
-    "signatures",
-    "zero",
-    "micro_batches",
-    "predictor",
-    "backward",
-    "recompute",
-    "compile",
-    "precision",
-    "loss_scale",
-    "clip",
-    "ema",
-    "deterministic",
-    "transport",
-    "deadline_s",
-    "devices",
-    "threads",
-    "memory_limit",
-)
 
 
 def capture(job: GivenJob, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
@@ -116,49 +91,31 @@ def _captured(job: Job, sample: Batch) -> Captured:
     return captured
 
 
-def plan(
-    job: GivenJob,
-    *,
-    workers: int | None = None,
-    rule: str | None = None,
-    seed: int = 0,
-    captured: Captured | None = None,
-    cuts: CutRequest | None = None,
-    **choices: Any,
-) -> Plan:
+@shows_choices
+def plan(job: GivenJob, *, seed: int = 0, captured: Captured | None = None, **choices: Unpack[Keywords]) -> Plan:
     """Plan a job: choose everything that is not given, measure the stages, and prove the resulting plan.
 
     Args:
         job: the job.
-        workers: D, of each replica; each gets one stage, or two with a rule such as ``zb-v``. By default one per GPU;
-            on the CPU one with all threads or two with half of them each, whichever is faster.
-        rule: update rule; by default ``1f1b``, which trains as plain PyTorch does, or ``cdp-v2`` in a layout.
         seed: of the sample batch.
         captured: the job's model if it has been captured already.
-        cuts: ``measured`` on this machine (the default), ``roofline`` (predicted, the same on every machine), ``equal``
-            (numbers of operations), or names of operations: comma-separated, those that end the stages, or a list for
-            each stage of those that end its segments.
-        choices: ``layout`` (``pipeline``, ``single``, ``dp``, ``mp`` or ``zero``), ``stages`` (of the latter),
-            ``data_parallel``, ``tensor_parallel``, ``signatures`` (a file, or what it says:
-            :mod:`roundelay.ir.given_signatures`), ``zero``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``threads`` (intra-op threads of each worker), ``memory_limit``
-            (bytes of each worker, such as ``"8GiB"``, beyond which the plan is refused).
+        choices: what to choose, as :class:`roundelay.planner.choices.Choices` says: ``workers``, ``rule``, ``cuts``,
+            ``micro_batches`` and others, which are options of the command line too. None means not given.
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.
         PlanError: the choices cannot be combined.
         DeadlineError: a batch did not come within ``deadline_s``.
+        TypeError: a choice is unknown.
     """
-    check_choices(plan, choices)
-    check_here({"workers": workers, "rule": rule, **{name: v for name, v in choices.items() if v is not None}})
-    made = given_job(job, seed)
-    planned = plan_with_reasons(made, workers=workers, rule=rule, seed=seed, captured=captured, cuts=cuts, **choices)
+    own = from_keywords(plan, choices)
+    check_here(own)
+    planned = plan_with_reasons(given_job(job, seed), own, seed=seed, captured=captured)
     return with_warnings(planned, stacklevel=3).plan
 
 
 def captured_and_planned(
-    function: Callable[..., Any], job: GivenJob, plan: Plan | None, seed: int, choices: Mapping[str, Any]
+    function: Callable[..., Any], job: GivenJob, plan: Plan | None, seed: int, keywords: Mapping[str, Any]
 ) -> tuple[Job, Captured, Planned]:
     """Return the job, captured, and the plan passed to a function, or one made from the choices passed to it.
 
@@ -167,26 +124,22 @@ def captured_and_planned(
         job: the job, as it is given; it is made after the choices are checked.
         plan: the plan, or None.
         seed: of the data.
-        choices: as for :func:`plan`, including ``workers``, ``rule`` and ``cuts``; None means not given.
+        keywords: as for :func:`plan`; None means not given.
 
     Raises:
         TypeError: a choice is unknown.
         UsageError: both a plan and a choice were given.
     """
-    check_choices(function, choices, ("workers", "rule", "cuts", *CHOICES))
-    given = {name: value for name, value in choices.items() if value is not None}
+    choices = from_keywords(function, keywords)
     if plan is None:
-        check_here(given)
-    refuse_launched(given.get("transport", "memory") if plan is None else plan.transport)
+        check_here(choices)
+    refuse_launched(plan.transport if plan is not None else choices.transport or "memory")
     if plan is None:
         made = given_job(job, seed)
-        captured = capture(made, seed=seed, deadline_s=given.get("deadline_s", DEADLINE_S))
-        return (
-            made,
-            captured,
-            with_warnings(plan_with_reasons(made, captured=captured, seed=seed, **given), stacklevel=4),
-        )
-    if given:
+        captured = capture(made, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
+        planned = plan_with_reasons(made, choices, seed=seed, captured=captured)
+        return made, captured, with_warnings(planned, stacklevel=4)
+    if given := choices.given():
         names, call = ", ".join(given), ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
             f"plan together with {names} in roundelay.{function.__name__}",
@@ -211,48 +164,27 @@ def with_warnings(planned: Planned, stacklevel: int) -> Planned:
 
 
 def plan_with_reasons(
-    job: Job,
-    *,
-    workers: int | None = None,
-    rule: str | None = None,
-    seed: int = 0,
-    captured: Captured | None = None,
-    cuts: CutRequest | None = None,
-    tell: OnWait = ignore_wait,
-    **choices: Any,
+    job: Job, choices: Choices, *, seed: int = 0, captured: Captured | None = None, tell: OnWait = ignore_wait
 ) -> Planned:
-    """As :func:`plan`, with the reasons for its choices; ``tell`` is called when waiting for the loader takes long."""
-    check_choices(plan, choices)
-    given = {name: value for name, value in choices.items() if value is not None}
-    check_here(given | {"workers": workers, "rule": rule})
-    if job.ema is not None:
-        given.setdefault("ema", job.ema)
-    deadline_s = given.setdefault("deadline_s", DEADLINE_S)
-    rule = rule or default_rule(given.get("layout", PIPELINE))
-    captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
-    cuts = MEASURED if cuts is None else cuts
-    given_cut = cut_by_names(captured.graph, cuts)
-    if workers is not None:
-        given["workers"] = workers
-    request = PlanRequest(job, captured, rule, seed, cuts, given_cut, tell, in_layout(given), given)
-    if not workers_are_open(rule, given if given_cut is None else given | {"cuts": cuts}):
-        return measured_plan(request, drafted(request, workers))
-    return plan_one_or_two_workers(request)
+    """As :func:`plan`, with the reasons for its choices.
 
-
-def check_choices(function: Callable[..., Any], choices: Mapping[str, Any], known: Sequence[str] = CHOICES) -> None:
-    """Refuse an unknown keyword argument of a function that takes ``**choices``.
-
-    Raises:
-        TypeError: naming it, and similar ones that are known.
+    Args:
+        job: the job.
+        choices: what is given.
+        seed: of the sample batch.
+        captured: the job's model if it has been captured already.
+        tell: called when waiting for the loader takes long.
     """
-    for name in choices:
-        if name not in known:
-            own = [one.name for one in signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
-            names = list(dict.fromkeys([*own, *known]))
-            near = difflib.get_close_matches(name, names, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows {', '.join(names)}"
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {hint}")
+    check_here(choices)
+    choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S, cuts=MEASURED))
+    deadline_s = choices.deadline_s or DEADLINE_S
+    captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
+    choices = choices.over(Choices(rule=default_rule(choices.layout or PIPELINE)))
+    given_cut = cut_by_names(captured.graph, MEASURED if choices.cuts is None else choices.cuts)
+    request = PlanRequest(job, captured, seed, given_cut, tell, in_layout(choices), choices)
+    if given_cut is None and workers_are_open(choices):
+        return plan_one_or_two_workers(request)
+    return measured_plan(request, drafted(request, choices.workers))
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 
@@ -22,6 +22,7 @@ from roundelay.launching.forked_call import apart
 from roundelay.lower.reading import Reading
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
+from roundelay.planner.choices import Keywords, shows_choices
 from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.planning.torch_scope import on_threads, user_code
@@ -117,18 +118,17 @@ class Verification:
         return (self.fidelity.difference if self.fidelity is not None else "") or self.difference
 
 
-def verify(  # noqa: PLR0913  as many parameters as the command has options
+@shows_choices
+def verify(
     job: GivenJob,
     *,
     plan: Plan | None = None,
-    workers: int | None = None,
-    rule: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seed: int = 0,
     tamper: str | None = None,
     resume: str | Path | None = None,
-    **choices: Any,
+    **choices: Unpack[Keywords],
 ) -> Verification:
     """Train distributed and in the one-process reference, and compare everything with ``torch.equal``.
 
@@ -137,9 +137,6 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     Args:
         job: the job; its model ends with the distributed run's weights.
         plan: what to run; by default :func:`roundelay.plan` makes one from the choices below.
-        workers: D; by default one per GPU; on the CPU one with all threads or two with half of them each, whichever is
-            faster.
-        rule: update rule; by default ``1f1b``, or ``cdp-v2`` in a layout.
         steps: updates; 8 if neither this nor ``epochs`` is given.
         epochs: epochs.
         seed: of both runs.
@@ -147,10 +144,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
         resume: checkpoint to resume from; what follows it is compared. If the run resumes in mid-flight, or by the same
             plan under a rule that flushes, the reference begins with the very first update, and is not interrupted
             (:func:`roundelay.proof.reference_start.begins_at_update_0`).
-        choices: other arguments of :func:`roundelay.plan`: ``cuts``, ``micro_batches``, ``predictor``, ``backward``,
-            ``recompute``, ``compile``, ``precision``, ``loss_scale``, ``clip``, ``ema``, ``deterministic``,
-            ``transport``, ``deadline_s``, ``devices``, ``threads``, ``data_parallel``, ``tensor_parallel``,
-            ``signatures``, ``zero``, ``layout``, ``stages``, ``memory_limit``.
+        choices: for the plan, as of :func:`roundelay.plan`: ``workers``, ``rule``, ``micro_batches`` and others.
 
     Raises:
         TypeError: a choice is unknown.
@@ -160,9 +154,7 @@ def verify(  # noqa: PLR0913  as many parameters as the command has options
     """
     check_tamper(tamper)
     check_length(steps, epochs)
-    made, captured, planned = captured_and_planned(
-        verify, job, plan, seed, {"workers": workers, "rule": rule, **choices}
-    )
+    made, captured, planned = captured_and_planned(verify, job, plan, seed, choices)
     chosen = planned.plan
     first = ReferenceStart.of(captured)
     length = length_or_default(steps, epochs)

@@ -1,0 +1,81 @@
+"""The choices that a plan was made by, as far as it tells; and which of them a run that continues takes over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
+from roundelay.planner.choices import Choices
+from roundelay.planner.holder_choices import parts_of
+from roundelay.schedules import PIPELINE, schedule_named
+
+_ALWAYS = ("rule", "compile", "precision", "deterministic", "transport", "deadline_s")
+_WITH_THE_RULE = ("micro_batches", "predictor", "backward")
+
+
+def inherited(plan: Plan, choices: Choices) -> Choices:
+    """Choices of the plan of the run that is continued, as far as they are compatible with those that are given.
+
+    Micro-batches, predictor, mode and recomputed modules are inherited with the rule; cuts and devices with the number
+    of workers.
+    """
+    given = choices.given()
+    sizes = sizes_of(plan) if given.get("layout", plan.layout) == plan.layout else {}
+    alike = _micro_batches_alike(plan, given)
+    sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
+    divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
+    kept: dict[str, Any] = sizes | alike | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
+    kept["clip"] = str(plan.clip)
+    if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
+        kept["signatures"] = GivenSignatures.of(plan)
+    rule = given.get("rule", plan.rule)
+    same_size = bool(sizes) and parts_of(choices.over(Choices(**kept))) == plan.mesh_size
+    same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
+    if rule == plan.rule and sizes:
+        kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE} | sizes
+        if given.get("backward", plan.backward) == plan.backward:
+            kept["recompute"] = plan.recompute
+    if given.get("precision", plan.precision) == plan.precision:
+        kept["loss_scale"] = str(plan.loss_scale)
+    if same_size and given.get("transport", plan.transport) == plan.transport:
+        kept["devices"] = ",".join(plan.devices)
+    if same_size and (threads := common_threads(plan)) is not None:
+        kept["threads"] = threads
+    boxed = {exchange.value for exchange in plan.exchanges}  # these are no operations of the model
+    cuts = [[name for name in stage.segments if name not in boxed] for stage in plan.stages]
+    at_boxings = any(stage.segments[-1] in boxed for stage in plan.stages)
+    if same_size and _stages_per_worker(rule) == _stages_per_worker(plan.rule) and not at_boxings:
+        kept["cuts"] = cuts
+    return Choices(**kept)
+
+
+def sizes_of(plan: Plan) -> dict[str, Any]:
+    """The choices that make the holders of stages, and what each has, by name."""
+    if plan.layout != PIPELINE:
+        return {"layout": plan.layout, "stages": plan.num_stages, "micro_batches": plan.batch_parts}
+    return {
+        "workers": plan.num_workers // plan.grid.size,
+        "data_parallel": plan.replicas,
+        "tensor_parallel": plan.mesh_size,
+        "zero": int(bool(plan.states)),
+    }
+
+
+def common_threads(plan: Plan) -> int | None:
+    """The intra-op threads of each worker; None where they differ."""
+    counts = {worker.threads for worker in plan.workers}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _micro_batches_alike(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of stages and micro-batches where another layout is given than the plan's."""
+    layout, size = given.get("layout", plan.layout), {"micro_batches": plan.batch_parts}
+    if layout == plan.layout or plan.batch_parts == 1 or given.keys() & {"micro_batches", "data_parallel"}:
+        return {}
+    return size if layout == PIPELINE else size | {"stages": plan.num_stages}
+
+
+def _stages_per_worker(rule: str) -> int:
+    return schedule_named(rule_named(rule).schedule).stages_per_worker
