@@ -14,6 +14,7 @@ from typing import Any
 from roundelay.ir.micro_batch import MicroBatch, stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
+from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import distance_ahead, updates_before, version_read
 from roundelay.schedules import schedule_named
 
@@ -59,12 +60,12 @@ def acts(way: str, plan: Plan, counts: Sequence[int], stage: int, *, still: bool
 def _both_passes(
     plan: Plan, rule: UpdateRule, stage: int, counts: Sequence[int], header: MicroBatch, newest: int, still: bool
 ) -> Reads:
-    version = min(newest, version_read(plan, rule, stage, counts, header))
-    far = distance_ahead(plan, rule, stage, "forward", header, newest)
+    version = min(newest, version_read(read(plan), stage, counts, header))
+    far = distance_ahead(read(plan), stage, "forward", header, newest)
     forward = _weights(plan.predictor, version, far, _begun(plan, stage, counts, header), still)
     if rule.backward_reads(plan.backward) == "forward":
         return (forward,)
-    far = distance_ahead(plan, rule, stage, "backward", header, header.batch)
+    far = distance_ahead(read(plan), stage, "backward", header, header.batch)
     backward = _weights(plan.predictor, header.batch, far, 0, still)
     return (forward,) if backward == forward else (forward, plan.backward, backward)
 

@@ -160,7 +160,7 @@ def test_the_norm_is_late_by_the_stages_over_the_micro_batches_rounded_up(
     plan, counts = plan_of(rule, stages, micro_batches, clip="previous:1"), [micro_batches] * 9
     late = 1 if rule in ("gpipe", "1f1b", "zb-h1") else ceil(stages / micro_batches)
     ends = [(t + 1) * micro_batches - 1 for t in range(9)]
-    assert [norm_read(plan, counts, g) for g in ends] == [max(-1, t - late) for t in range(9)]
+    assert [norm_read(read(plan), counts, g) for g in ends] == [max(-1, t - late) for t in range(9)]
     prove(plan)
 
 
@@ -218,7 +218,7 @@ def test_clipping_is_torch_s_own(workers: int, clip: str, rule: str) -> None:
         batches=lambda epoch: data,
         optimizer=partial(SGD, lr=0.5),
     )
-    plan = roundelay.plan(job, workers=workers, rule=rule, micro_batches=1, clip=Clip.parse(clip))
+    plan = roundelay.plan(job, workers=workers, rule=rule, micro_batches=1, clip=clip)
     result = roundelay.train(job, plan=plan, steps=4)
     optimizer = SGD(plain.parameters(), lr=0.5)
     for x, y in data:
@@ -271,5 +271,5 @@ def test_gradients_of_doubles_and_of_complex_numbers_have_a_norm(kind: str, clip
         batches=lambda epoch: data,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )
-    result = roundelay.verify(job, workers=2, rule="1f1b", steps=3, clip=Clip.parse(clip))
+    result = roundelay.verify(job, workers=2, rule="1f1b", steps=3, clip=clip)
     assert result.exit_code == 0, result.differences()

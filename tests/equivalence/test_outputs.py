@@ -14,8 +14,8 @@ from torch.optim import AdamW
 
 import roundelay
 from roundelay.errors import PlanError
-from roundelay.ir.given_signatures import GivenSignatures, Pairs
-from roundelay.ir.plan import Plan
+from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.plan import Lay, Plan
 from roundelay.ir.sbp import parse
 from roundelay.planning.planning import plan as planned
 from roundelay.proof import fidelity_on_mesh
@@ -74,8 +74,8 @@ def place_of() -> Bench:
 def split(
     place: Bench,
     parts: int = 2,
-    parameters: Mapping[str, Pairs] = HEAD,
-    outputs: Mapping[str, Pairs] = ROWS_SPLIT,
+    parameters: Mapping[str, Lay] = HEAD,
+    outputs: Mapping[str, Lay] = ROWS_SPLIT,
     **choices: Any,
 ) -> Plan:
     """A plan with these signatures, as it is read from a file."""
@@ -86,7 +86,7 @@ def split(
 
 
 def boxes(plan: Plan) -> list[tuple[str, str, str]]:
-    return [(e.kind, e.value, ",".join(e.phases)) for e in plan.exchanges if e.value]
+    return [(e.kind, e.value, ",".join(map(str, e.phases))) for e in plan.exchanges if e.value]
 
 
 def test_features_are_gathered_and_classes_are_not() -> None:
@@ -129,7 +129,7 @@ def test_with_parts_of_other_sizes_and_with_none(rows: int) -> None:
 @pytest.mark.parametrize("parameters", [{}, HEAD], ids=["rows alone", "rows and classes"])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_it_changes_nothing_but_the_last_bits(
-    parts: int, parameters: Mapping[str, Pairs], monkeypatch: pytest.MonkeyPatch
+    parts: int, parameters: Mapping[str, Lay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity_on_mesh, "RELATIVE", {torch.float64: 1e-10})
     place = in_double(1)
@@ -208,7 +208,7 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
     torch.manual_seed(0)
     place = Bench(ENTRY, Largest(), drawn(0, 3))
     plan = split(place)
-    assert not [e for e in plan.exchanges if "max" in "".join(e.phases)]
+    assert not [e for e in plan.exchanges if "max" in "".join(map(str, e.phases))]
     assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
     held(place, plan, steps=3)
 
@@ -230,7 +230,7 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
         ),
     ],
 )
-def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Pairs], message: str) -> None:
+def test_what_no_result_can_have_is_refused(outputs: Mapping[str, Lay], message: str) -> None:
     with pytest.raises(PlanError) as refused:
         split(place_of(), 8, outputs=outputs, parameters={})
     assert message in str(refused.value)
@@ -306,7 +306,7 @@ def test_what_a_split_table_gives_goes_to_rows(signature: str, phases: list[str]
     place = Bench(TABLED, None, [*clicks(0, 2), *clicks(1, 1, 7)])
     table = {"table.weight": (("devices", signature),)}
     plan = split(place, parts, table, DEEP_BY_ROWS, transport=transport)
-    assert [",".join(e.phases) for e in plan.exchanges if e.value == "sum_1_box"] == phases
+    assert [",".join(map(str, e.phases)) for e in plan.exchanges if e.value == "sum_1_box"] == phases
     held(place, plan, steps=3)
     assert differs_on_mesh(place.captured, plan, place.batches[0], 3) == ""
 

@@ -16,7 +16,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.sbp import P_MAX, B, P, Split
 from tests.ir.garbled import garbled
-from tests.lower.plans import FEW, RULES, plan_of, plans
+from tests.lower.plans import FEW, RULES, plan_of, plans, replicated
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 FLOATS = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)
@@ -302,6 +302,12 @@ def test_texts_are_parsed_when_a_plan_is_made_in_python_too() -> None:
     assert Plan.parse(made.text()) == made
     with pytest.raises(PlanError, match="clip of the plan: got 'global'"):
         replace(SMALL, clip="global")  # type: ignore[arg-type]
+
+
+def test_a_phase_that_means_nothing_is_told_when_the_plan_is_read() -> None:
+    text = replicated(plan_of("1f1b", 2, 2), 2).text()
+    with pytest.raises(PlanError, match="a phase of an exchange: got 'ring'"):
+        Plan.parse(text.replace("reduce-scatter(0)", "ring", 1))
 
 
 @pytest.mark.parametrize(
