@@ -299,8 +299,6 @@ def test_stages_of_several_replicas_on_one_worker_are_refused() -> None:
             ),
             "reduce-scatter",
         ),
-            "reduce-scatter",
-        ),
         (lambda plan: replace(plan, replicas=0), "at least 1"),
     ],
 )
