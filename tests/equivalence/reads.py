@@ -29,7 +29,7 @@ def reads_of_run(plan: Plan, counts: Sequence[int], *, still: bool) -> Reads:
         counts: micro-batches of each batch.
         still: whether a step without a gradient changes nothing: plain SGD without decay.
     """
-    every = [[read for _, read in reads_of_stage(plan, counts, k, still=still)] for k in range(plan.num_stages)]
+    every = [[one for _, one in reads_of_stage(plan, counts, k, still=still)] for k in range(plan.num_stages)]
     return tuple(mine[0] if len(set(mine)) == 1 else mine for mine in zip(*every, strict=True))
 
 
@@ -50,8 +50,8 @@ def acts(way: str, plan: Plan, counts: Sequence[int], stage: int, *, still: bool
     if way not in ("stash", "order"):
         return True
     seen = 0
-    for newest, read in reads_of_stage(plan, counts, stage, still=still):
-        if newest > 0 and (way == "stash" or newest > seen) and read != ((newest - 1,),):
+    for newest, passes in reads_of_stage(plan, counts, stage, still=still):
+        if newest > 0 and (way == "stash" or newest > seen) and passes != ((newest - 1,),):
             return True
         seen = newest
     return False

@@ -217,7 +217,6 @@ def test_a_maximum_that_has_a_gradient_is_taken_of_all() -> None:
     ("outputs", "message"),
     [
         ({"nobody": (("devices", parse("S(0)")),)}, "no module or operation of this name"),
-        ({"view": (("devices", parse("S(2/0)")),)}, "S(DIM/BLOCKS)"),
         ({"head": (("devices", parse("S(1)")),)}, "result of operation 'linear_1': got S(1); expected one that it can"),
         ({"backbone": (("rows", parse("S(0)")),)}, "each at most once, of the mesh: devices"),
         (
