@@ -35,10 +35,12 @@ from benchmarks.networks.vit import vit
 from roundelay.comparison.cyclic_costs import chain
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
+from roundelay.ir.plan import Plan
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
-from roundelay.planner.kept_bytes import KeptBytes, kept_bytes, staggered_bytes
+from roundelay.planner.cut_choice import FLOPS, MEMORY_TIME, cut
+from roundelay.planner.kept_bytes import KeptBytes, SavedStorages, kept_bytes, staggered_bytes
 from roundelay.planner.partition_dp import choose_cuts
-from roundelay.planning.cuts import FLOPS, MEMORY_TIME, cut, profiled, saved_storages
+from roundelay.planning.profiling import profiled, saved_storages
 
 SIZES = (4, 8, 32)
 PAPER = {("ResNet-50", 32): "30 %", ("ViT-B/16", 32): "42 %"}
@@ -121,10 +123,25 @@ def network(model: nn.Module, micro_batch: Batch) -> Network:
     return Network(captured, micro_batch, profile, stage_costs(captured.graph, profile, free), kept)
 
 
+class _Known:
+    """A network as the source of its cuts."""
+
+    def __init__(self, own: Network) -> None:
+        self._own, self.graph = own, own.captured.graph
+
+    def profile(self, draft: Plan) -> tuple[Profile, str]:
+        """Seconds of its operations, as they were measured once."""
+        return self._own.profile, "measured"
+
+    def storages(self, draft: Plan) -> SavedStorages:
+        """What its operations keep of the micro-batch."""
+        return saved_storages(self._own.captured, self._own.micro_batch)
+
+
 def staged(own: Network, size: int, way: str) -> Staged:
     """Cut a network into N stages, and let N micro-batches run through them, staggered."""
     graph, draft = own.captured.graph, chain(size, rule=RULE, layout="dp", replicas=size)
-    ends = cut(own.captured, draft, way, size, lambda: own.micro_batch).stages
+    ends = cut(_Known(own), draft, way, size).stages
     cuts = (0, *(graph.index(names[-1]) + 1 for names in ends[:-1]), len(graph.ops) + 1)
     kept = kept_by_tapes(own.captured, ends, own.micro_batch)
     runs = [("dp", "1f1b"), ("dp", RULE), ("single", RULE)]

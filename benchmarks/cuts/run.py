@@ -25,7 +25,8 @@ from benchmarks.common import Asked, alternate, asked, report, spread, table
 from roundelay.frontend import Captured
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.planner.cost_model import CostParameters, StageCosts, stage_costs
-from roundelay.planning.cuts import WAYS, profiled
+from roundelay.planner.cut_choice import WAYS
+from roundelay.planning.profiling import profiled
 from roundelay.session.training import Length, Session
 
 WIDTH, DEPTH, ROWS, HEAVIER, D, TRANSPORT = 256, 16, 128, 3, 2, "shm"

@@ -24,9 +24,9 @@ from roundelay.planner.choices import Choices
 from roundelay.planner.cut_reasons import most_at_one_time
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.partition_dp import names_of
-from roundelay.planning import cuts
-from roundelay.planning.cuts import saved_storages
+from roundelay.planning import profiling
 from roundelay.planning.planning import plan_with_reasons
+from roundelay.planning.profiling import saved_storages
 from roundelay.planning.stage_profiler import profile
 from tests.api.jobs import Tied, make, tokens
 
@@ -94,7 +94,7 @@ def times_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = (*(op.flops / 1e9 for op in captured.graph.ops), 0.0)
         return Profile(seconds, seconds, (0.0,) * len(seconds))
 
-    monkeypatch.setattr(cuts, "measure_operations", measure)
+    monkeypatch.setattr(profiling, "measure_operations", measure)
 
 
 def some_cuts(kept: KeptBytes, count: int) -> list[tuple[int, ...]]:
@@ -220,7 +220,7 @@ def test_where_steps_are_not_equal_or_nothing_is_staggered_that_is_said() -> Non
 
 
 def test_equal_flops_are_cut_behind_layers_and_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cuts, "measure_operations")
+    monkeypatch.delattr(profiling, "measure_operations")
     torch.manual_seed(SEED)
     widths = [6, *(480 // (i + 1) for i in range(12)), 3]
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]

@@ -22,9 +22,10 @@ from benchmarks.networks.vit import vit
 from roundelay.frontend import Captured
 from roundelay.frontend.stages.stage_function import StageFunction, StageTape
 from roundelay.ir.graph import Profile
+from roundelay.planner.cut_choice import FLOPS, MEMORY_TIME
 from roundelay.planner.kept_bytes import kept_bytes
-from roundelay.planning import cuts
-from roundelay.planning.cuts import FLOPS, MEMORY_TIME, saved_storages
+from roundelay.planning import profiling
+from roundelay.planning.profiling import saved_storages
 from roundelay.session.training import Length, Session
 
 CLASSES, SIDE, ROWS = 10, 32, 2
@@ -46,7 +47,7 @@ def times_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = (*(op.flops / 1e9 for op in captured.graph.ops), 0.0)
         return Profile(seconds, seconds, (0.0,) * len(seconds))
 
-    monkeypatch.setattr(cuts, "measure_operations", measure)
+    monkeypatch.setattr(profiling, "measure_operations", measure)
 
 
 def images(rows: int) -> Batch:

@@ -25,7 +25,8 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.job import Job, Named
 from roundelay.lower.reading import read
-from roundelay.planning.plan_exchanges import plan_exchanges
+from roundelay.planner.plan_exchanges import plan_exchanges
+from roundelay.planning.on_mesh import laid_of
 from roundelay.planning.planning import capture, fitted, plan
 from roundelay.planning.stage_profiler import profile
 from roundelay.proof.verifying import Verification, verify_session
@@ -232,7 +233,9 @@ class Bench:
                 dataclasses.replace(stage, workers=tuple(f"w{r * count + own}" for r in range(replicas)))
                 for stage, own in zip(plan.stages, home, strict=True)
             ),
-            exchanges=plan_exchanges(self.captured, stages, read(dataclasses.replace(plan, replicas=replicas)), unused),
+            exchanges=plan_exchanges(
+                laid_of(self.captured), stages, read(dataclasses.replace(plan, replicas=replicas)), unused
+            ),
         )
 
     def on_mesh(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roundelay.frontend import capture
-from roundelay.planning.batch_divisibility import Divisibility, batch_divisibility, counts_add_up
+from roundelay.planner.source import Divisibility
+from roundelay.planning.batch_divisibility import batch_divisibility, counts_add_up
 
 Loss = Callable[[Any, Any], Any]
 

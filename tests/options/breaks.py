@@ -131,7 +131,7 @@ OPTIONS = (
         "a mesh",
         (
             Edit(
-                "planning/plan_signatures.py",
+                "planner/mesh_signatures.py",
                 "seeds = {places[name]: signature for name, signature in given.items()}",
                 "seeds = {places[name]: B for name in given}",
             ),
@@ -147,7 +147,7 @@ OPTIONS = (
         "own signatures",
         (
             Edit(
-                "planning/make_plan.py",
+                "planner/candidate.py",
                 "mesh=own.mesh, parameters=own.parameters, outputs=own.outputs",
                 "mesh=own.mesh, parameters=own.parameters",
             ),
@@ -158,19 +158,19 @@ OPTIONS = (
         "split states",
         (
             Edit(
-                "planning/split_states.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"
+                "planner/split_states.py", "            found[name] = Split(max(dims", "            _ = Split(max(dims"
             ),
         ),
         (EQUIVALENCE + "test_zero.py", "-k", "test_each_replica_writes_its_part"),
     ),
     Break(
         "a layout",
-        (Edit("planner/draft_plan.py", 'layout=given.get("layout", PIPELINE),', "layout=PIPELINE,"),),
+        (Edit("planner/draft_plan.py", "layout=_or(own.layout, PIPELINE),", "layout=PIPELINE,"),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_run_is_continued_by_its_own_layout_and_by_another"),
     ),
     Break(
         "stages of a layout",
-        (Edit("planner/given_layout.py", '"stages": given.get("stages", size)', '"stages": size'),),
+        (Edit("planner/given_layout.py", "stages=size if choices.stages is None else choices.stages", "stages=size"),),
         ("tests/api/test_layout_choices.py", "-k", "test_a_layout_has_as_many_stages_as_asked_for"),
     ),
     Break(
@@ -296,7 +296,7 @@ OPTIONS = (
     ),
     Break(
         "frozen parameters",
-        (Edit("frontend/describe_graph.py", "r.tensor.nbytes, r.tensor.requires_grad)", "r.tensor.nbytes, True)"),),
+        (Edit("frontend/describe_graph.py", "r.tensor.nbytes, r.tensor.requires_grad, ", "r.tensor.nbytes, True, "),),
         (VERIFY + "test_frozen_parameters_stay_what_they_are",),
     ),
     Break(
@@ -382,7 +382,7 @@ OPTIONS = (
     ),
     Break(
         "--deadline-s",
-        (Edit("planner/draft_plan.py", 'deadline_s=given["deadline_s"]', "deadline_s=300.0"),),
+        (Edit("planner/draft_plan.py", "deadline_s=_or(own.deadline_s, DEADLINE_S)", "deadline_s=300.0"),),
         ("tests/cli/test_commands.py::test_a_deadline_is_planned_and_may_be_another_when_a_run_goes_on",),
     ),
     Break(

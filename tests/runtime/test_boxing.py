@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 import torch
 
+from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.exchange import elements_sent
 from roundelay.ir.sbp import P_MAX, B, P, Signature, Split, local_shape
 from roundelay.lower.signatures import is_local, moved
 from roundelay.reference.mesh import _boxed, part_of
-from roundelay.runtime.boxing import Boxing, exchanged_shape, phases_of
+from roundelay.runtime.boxing import Boxing
 from tests.runtime.test_exchange import Run
 
 SHAPE = (4, 12, 5)

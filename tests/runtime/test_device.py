@@ -14,7 +14,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import stream
 from roundelay.launching import threaded_workers
-from roundelay.planning import cuts
+from roundelay.planning import examined
 from roundelay.runtime import device as of_workers
 from roundelay.runtime.device import HOST, AcceleratorDevice, Spans, resolve_devices
 from roundelay.runtime.handlers import HANDLERS
@@ -198,7 +198,7 @@ def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.
 def test_there_is_a_worker_for_each_gpu_or_else_two(
     here: int, devices: str | None, transport: str, holders: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuts, "num_cuda_devices", lambda: here)
+    monkeypatch.setattr(examined, "num_cuda_devices", lambda: here)
     monkeypatch.setattr(of_workers, "num_cuda_devices", lambda: here)
     monkeypatch.setenv("ROUNDELAY_CORES", "16")
-    assert cuts.default_workers(holders, devices, transport) == count
+    assert examined.default_workers(holders, devices, transport) == count

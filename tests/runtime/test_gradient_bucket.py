@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
-from roundelay.runtime import gradient_bucket
+from roundelay.ir import bucket as buckets
 from roundelay.runtime.gradient_bucket import ALIGNMENT, GradientBucket
 
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from([torch.float32, torch.float64])))
@@ -19,7 +19,7 @@ def test_what_is_packed_comes_out_again(
     shapes: list[tuple[list[int], torch.dtype]], largest: int, count: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gradient_bucket, "LARGEST", largest)
+        patched.setattr(buckets, "LARGEST", largest)
         named = {f"w{i}": torch.randn(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
         bucket = GradientBucket.of(named.items())
         parts = bucket.pack(named, count)

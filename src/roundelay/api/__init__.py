@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roundelay.api.recorded_training import train
     from roundelay.comparison.comparison import compare
-    from roundelay.planning.cuts import default_workers
+    from roundelay.planning.examined import default_workers
     from roundelay.planning.planning import capture, plan, simulate
     from roundelay.planning.weights_file import empty_weights, load
     from roundelay.proof.verifying import verify
@@ -24,7 +24,7 @@ _HOMES = {
     "Updated": "session.events",
     "capture": "planning.planning",
     "compare": "comparison.comparison",
-    "default_workers": "planning.cuts",
+    "default_workers": "planning.examined",
     "empty_weights": "planning.weights_file",
     "load": "planning.weights_file",
     "plan": "planning.planning",

@@ -27,13 +27,13 @@ from roundelay.planner.choices import DEADLINE_S, Choices
 from roundelay.planner.draft_plan import parse_names
 from roundelay.planner.holder_choices import signatures_of
 from roundelay.planner.inherited_choices import common_threads, inherited, sizes_of
+from roundelay.planner.micro_batch_choice import MicroBatchChoice
 from roundelay.planning.check_here import check_here
 from roundelay.planning.compile_stages import compile_stages, for_plan
 from roundelay.planning.default_choices import cores_notice
 from roundelay.planning.explain_plan import plan_notices
 from roundelay.planning.make_plan import Planned, micro_batch_notice
 from roundelay.planning.memory_limit import check_memory
-from roundelay.planning.num_micro_batches import MicroBatchChoice
 from roundelay.planning.planning import fitted, plan_with_reasons, read_plan
 from roundelay.runtime.device import resolve_devices
 from roundelay.schedules import PIPELINE

@@ -23,7 +23,7 @@ from roundelay.planner.check_given import check_length
 from roundelay.planner.choices import DEADLINE_S, OF_A_RULE, AnyRuleKeywords, Choices, from_keywords, shows_choices
 from roundelay.planner.given_layout import in_pipeline
 from roundelay.planning.check_here import check_here, refuse_launched
-from roundelay.planning.cuts import default_workers
+from roundelay.planning.examined import default_workers
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.planning import capture, plan_with_reasons, read_plan, with_warnings
 from roundelay.planning.torch_scope import on_threads

@@ -24,7 +24,7 @@ from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.planner.given_layout import owners_of
-from roundelay.planning.layout_choices import slots_in_layout
+from roundelay.planner.stage_counts import slots_in_layout
 from roundelay.schedules import PIPELINE, schedule_for
 from roundelay.simulator import Interval, Simulation, simulate
 

@@ -172,10 +172,15 @@ def _module_path(node: Node) -> str:
 
 def _parameters(exported: Exported) -> dict[str, Parameter]:
     return {
-        r.name: Parameter(r.name, tuple(r.tensor.shape), r.tensor.nbytes, r.tensor.requires_grad)
+        r.name: Parameter(r.name, tuple(r.tensor.shape), r.tensor.nbytes, r.tensor.requires_grad, dtype_name(r.tensor))
         for r in exported.roles.values()
         if r.kind == "parameter" and r.tensor is not None
     }
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Torch's name of a tensor's dtype, as plans have it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _legal_cuts(

@@ -159,25 +159,3 @@ def sharded(
         {name: signature for name, signature in signatures.items() if isinstance(signature, Split)},
         {name: deduction.gradients[place] for name, place in places.items() if place in deduction.gradients},
     )
-
-
-def with_local_sizes(graph: Graph, deduction: Deduction, places: Mapping[str, str], parts: int) -> Graph:
-    """The graph with the bytes that the first worker of an axis has of each value and parameter."""
-    boxes = {box.name: box.target for box in deduction.boxes}
-    values = {}
-    for name, value in graph.values.items():
-        signature = boxes.get(name) or deduction.values.get(name, B)
-        values[name] = replace(value, num_bytes=_local_bytes(value.shape, value.num_bytes, signature, parts))
-    parameters = {}
-    for name, parameter in graph.parameters.items():
-        signature = deduction.values.get(places.get(name, ""), B)
-        num_bytes = _local_bytes(parameter.shape, parameter.num_bytes, signature, parts)
-        parameters[name] = replace(parameter, num_bytes=num_bytes)
-    return replace(graph, values=values, parameters=parameters)
-
-
-def _local_bytes(shape: tuple[int, ...], num_bytes: int, signature: Signature, parts: int) -> int:
-    if not isinstance(signature, Split) or not num_bytes:
-        return num_bytes
-    whole, own = shape[signature.dim], local_shape(shape, signature, parts, 0)[signature.dim]
-    return num_bytes // whole * own

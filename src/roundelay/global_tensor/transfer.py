@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from roundelay.frontend.mesh.local_graph import as_part, put_part, take_part
 from roundelay.global_tensor.placement import Placement
+from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.exchange import Phase
 from roundelay.ir.sbp import B, P, Signature, Split, bounds, local_shape
 from roundelay.lower.signatures import is_local
-from roundelay.runtime.boxing import Boxing, exchanged_shape, phases_of
+from roundelay.runtime.boxing import Boxing
 from roundelay.runtime.exchange import Exchange
 
 Shape = Sequence[int]

@@ -82,12 +82,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter: name, shape, bytes, and whether it is trained."""
+    """One parameter: name, shape, bytes, whether it is trained, and torch's name of its dtype."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
     trainable: bool
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

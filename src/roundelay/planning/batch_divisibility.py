@@ -22,7 +22,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,9 +30,8 @@ from roundelay.errors import RoundelayError
 from roundelay.frontend.batch import Batch, in_step, num_rows, part_rows, rows_between, split_rows
 from roundelay.frontend.capture import Captured
 from roundelay.frontend.export.traced_checks import ignoring_checks
+from roundelay.planner.source import Divisibility
 from roundelay.planning.micro_batch_forwards import ForwardResult, MicroBatchForwards
-
-Kind = Literal["mean", "statistics", "other", "counts", "whole"]
 
 LOOK_S = 2.0
 """Seconds after which no further comparison begins."""
@@ -46,19 +44,6 @@ COUNTED = 4
 
 COARSE = 1000.0, 25.0
 """Factors on these where 16-bit numbers are computed with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divisibility:
-    """Whether a batch may be cut.
-
-    Args:
-        kind: as in the module's docstring.
-        why: the reason in words, for ``other``, ``counts`` and ``whole``.
-    """
-
-    kind: Kind
-    why: str = ""
 
 
 def batch_divisibility(captured: Captured, batches: Sequence[Batch], micro_batches: int) -> Divisibility:

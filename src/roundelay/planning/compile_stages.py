@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import check_precision
-from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.on_mesh import on_mesh
 from roundelay.planning.stage_profiler import compile_for
 from roundelay.planning.torch_scope import on_threads, without_dumps
 from roundelay.runtime.loading.loader_probe import first_batch

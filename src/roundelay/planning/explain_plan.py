@@ -14,7 +14,7 @@ from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.validate_plan import HALF
 from roundelay.planning.default_choices import staleness
-from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.on_mesh import on_mesh
 from roundelay.schedules import schedule_named
 
 

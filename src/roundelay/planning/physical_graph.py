@@ -19,7 +19,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.partition import partition
-from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.on_mesh import on_mesh
 
 
 def physical_graph(captured: Captured, plan: Plan) -> list[str]:

@@ -30,18 +30,20 @@ from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
+from roundelay.planner.candidate import Asked
 from roundelay.planner.choices import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
+from roundelay.planner.cut_choice import MEASURED, cut_by_names
 from roundelay.planner.draft_plan import default_rule
 from roundelay.planner.given_layout import in_layout
+from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
-from roundelay.planning.cuts import MEASURED, cut_by_names
 from roundelay.planning.default_choices import workers_are_open
+from roundelay.planning.examined import Examined, machine_here
 from roundelay.planning.job_file import GivenJob, given_job
-from roundelay.planning.make_plan import Planned, PlanRequest, drafted, measured_plan, plan_one_or_two_workers
+from roundelay.planning.make_plan import Planned, PlanRequest, measured_plan, plan_one_or_two_workers
 from roundelay.planning.num_micro_batches import check_counts
-from roundelay.planning.plan_exchanges import check_exchanges, plan_exchanges
-from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.on_mesh import laid_of, on_mesh
 from roundelay.planning.torch_scope import on_all_threads, without_dumps
 from roundelay.planning.validate_job import check_evaluated, check_inputs, check_job
 from roundelay.planning.weights_file import check_filled, fill
@@ -181,10 +183,11 @@ def plan_with_reasons(
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
     choices = choices.over(Choices(rule=default_rule(choices.layout or PIPELINE)))
     given_cut = cut_by_names(captured.graph, MEASURED if choices.cuts is None else choices.cuts)
-    request = PlanRequest(job, captured, seed, given_cut, tell, in_layout(choices), choices)
+    asked = Asked(in_layout(choices), choices, given_cut, machine_here())
+    request = PlanRequest(Examined(job, captured, seed, tell), asked)
     if given_cut is None and workers_are_open(choices):
         return plan_one_or_two_workers(request)
-    return measured_plan(request, drafted(request, choices.workers))
+    return measured_plan(request, request.drafted(choices.workers))
 
 
 def fitted(captured: Captured, plan: Plan) -> Partition:
@@ -198,7 +201,7 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     ends = [stage.segments for stage in plan.stages]
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
-    check_exchanges(captured, stages, reading)
+    check_exchanges(laid_of(captured), stages, reading)
     check_metrics(captured, len(plan.stages[-1].workers) // reading.mesh.places)
     prove_checked(reading)
     return stages
@@ -225,7 +228,7 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
     result = replace(plan, mesh={}, parameters={}, outputs={}, states={}, stages=tuple(stages), workers=workers)
     cut_up = partition(captured.graph, [stage.segments for stage in stages], plan.recompute)
     unused = [next((e.unused for e in plan.exchanges if e.stage == k), ()) for k in range(plan.num_stages)]
-    return replace(result, exchanges=plan_exchanges(captured, cut_up, read(result), unused))
+    return replace(result, exchanges=plan_exchanges(laid_of(captured), cut_up, read(result), unused))
 
 
 def read_plan(path: Path, remedy: str = "Write one with `roundelay plan JOB.py -o plan.toml`.") -> Plan:

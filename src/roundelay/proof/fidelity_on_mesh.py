@@ -23,7 +23,7 @@ from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import segment_ends
 from roundelay.lower.partition import partition
 from roundelay.planning.compile_stages import for_plan
-from roundelay.planning.plan_signatures import on_mesh
+from roundelay.planning.on_mesh import on_mesh
 from roundelay.reference import ReferenceStage
 from roundelay.reference.mesh import Each, backward, forward, local, whole_gradients
 

@@ -1,7 +1,4 @@
-"""The gradients of a stage as a few flat tensors, so that its holders exchange them together.
-
-Flat tensors are not larger than :data:`LARGEST`, so that the C library keeps their memory from one batch to the next.
-"""
+"""The gradients of a stage as a few flat tensors, so that its holders exchange them together."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from roundelay.errors import InternalError, listed
+from roundelay.frontend.describe_graph import dtype_name
 from roundelay.frontend.stages.retarget_device import CPU
+from roundelay.ir.bucket import ALIGNMENT, Tensor, gradient_buckets
 
 Tensors = Mapping[str, torch.Tensor]
-
-ALIGNMENT = 64
-"""Bytes to which torch allocates on the CPU; kernels may compute other last bits where data begin elsewhere."""
-
-
-LARGEST = 16 << 20
-"""Bytes of a flat tensor, unless a single gradient is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +35,11 @@ class GradientBucket:
     @staticmethod
     def of(parameters: Iterable[tuple[str, torch.Tensor]], place: torch.device = CPU) -> GradientBucket:
         """The bucket for the gradients of these parameters, those that keep what follows aligned first."""
-        by_dtype: dict[torch.dtype, list[tuple[bool, str, int]]] = {}
-        shapes = {}
-        for name, parameter in parameters:
-            shapes[name], num_bytes = parameter.shape, parameter.numel() * parameter.element_size()
-            by_dtype.setdefault(parameter.dtype, []).append((num_bytes % ALIGNMENT > 0, name, num_bytes))
-        dtypes: list[torch.dtype] = []
-        names: list[tuple[str, ...]] = []
-        for dtype, named in by_dtype.items():
-            room = -1  # of the flat tensor that is begun; none yet
-            for _, name, num_bytes in sorted(named, key=lambda one: one[0]):
-                if num_bytes > room:
-                    dtypes.append(dtype)
-                    names.append(())
-                    room = LARGEST
-                names[-1] = (*names[-1], name)
-                room -= num_bytes
-        return GradientBucket(tuple(dtypes), tuple(names), shapes, place)
+        own = list(parameters)
+        buckets = gradient_buckets(tensor_of(name, parameter) for name, parameter in own)
+        dtypes = tuple([getattr(torch, bucket[0].dtype) for bucket in buckets])
+        names = tuple([tuple([one.name for one in bucket]) for bucket in buckets])
+        return GradientBucket(dtypes, names, {name: parameter.shape for name, parameter in own}, place)
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -119,3 +99,8 @@ class GradientBucket:
                 aligned = piece.clone() if piece.data_ptr() % ALIGNMENT else piece
                 gradients[name] = aligned.view(self.shapes[name])
         return gradients, float(count)
+
+
+def tensor_of(name: str, parameter: torch.Tensor) -> Tensor:
+    """What a bucket knows of a parameter."""
+    return Tensor(name, dtype_name(parameter), tuple(parameter.shape))

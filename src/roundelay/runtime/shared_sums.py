@@ -14,12 +14,11 @@ from typing import NamedTuple, final
 import torch
 
 from roundelay.errors import InternalError
+from roundelay.ir.bucket import ALIGNMENT
 from roundelay.ir.exchange import ExchangePlan, all_reduce
 from roundelay.ir.sbp import bounds
 from roundelay.ir.work import Work
 from roundelay.runtime.exchange import Parts
-
-ALIGNMENT = 64
 
 
 def shared_bytes(works: Sequence[Work]) -> dict[int, int]:

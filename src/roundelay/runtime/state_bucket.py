@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from roundelay.ir.bucket import state_buckets
 from roundelay.ir.sbp import Split, local_shape
-from roundelay.runtime.gradient_bucket import LARGEST
+from roundelay.runtime.gradient_bucket import tensor_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -38,19 +39,12 @@ class StateBucket:
     @staticmethod
     def of(parameters: Iterable[tuple[str, torch.Tensor]], splits: Mapping[str, Split], replicas: int) -> StateBucket:
         """The bucket for these parameters."""
-        dtypes: list[torch.dtype] = []
-        names: list[tuple[str, ...]] = []
-        shapes = {}
-        room = 0
-        for name, parameter in sorted(parameters, key=lambda one: str(one[1].dtype)):
-            shapes[name], num_bytes = parameter.shape, parameter.numel() * parameter.element_size()
-            if not dtypes or dtypes[-1] != parameter.dtype or num_bytes > room:
-                dtypes.append(parameter.dtype)
-                names.append(())
-                room = LARGEST
-            names[-1] = (*names[-1], name)
-            room -= num_bytes
-        return StateBucket(replicas, tuple(dtypes), tuple(names), {n: splits[n] for n in shapes}, shapes)
+        own = dict(parameters)
+        buckets = state_buckets(tensor_of(name, parameter) for name, parameter in own.items())
+        dtypes = tuple([getattr(torch, bucket[0].dtype) for bucket in buckets])
+        names = tuple([tuple([one.name for one in bucket]) for bucket in buckets])
+        shapes = {name: own[name].shape for of in names for name in of}
+        return StateBucket(replicas, dtypes, names, {n: splits[n] for n in shapes}, shapes)
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:

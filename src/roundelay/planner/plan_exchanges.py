@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from roundelay.errors import PlanError
-from roundelay.frontend import Captured
+from roundelay.ir.boxing import exchanged_shape, phases_of
+from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
 from roundelay.ir.exchange import ExchangePlan, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.dataflow import sample_micro_batches
+from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.reading import Reading
 from roundelay.lower.signatures import is_local
-from roundelay.runtime.boxing import exchanged_shape, phases_of
-from roundelay.runtime.gradient_bucket import GradientBucket
-from roundelay.runtime.state_bucket import StateBucket
 
 
 def plan_exchanges(
-    captured: Captured, stages: Partition, reading: Reading, unused: Sequence[Sequence[str]] = ()
+    laid: LaidGraph, stages: Partition, reading: Reading, unused: Sequence[Sequence[str]] = ()
 ) -> tuple[ExchangePlan, ...]:
     """What each stage's holders exchange: boxed values and their gradients, and gradients of weights, all together.
 
     Args:
-        captured: the model on the plan's mesh.
+        laid: the model on the plan's mesh.
         stages: its stages.
         reading: of the plan, which has the mesh and the replicas.
         unused: for each stage, trained parameters that get no gradient; empty if that has not been looked at.
@@ -37,13 +35,11 @@ def plan_exchanges(
         PlanError: a boxing cannot be carried out.
     """
     left_out = unused or [()] * len(stages.stages)
-    each = [
-        _of_stage(captured, spec, reading, tuple(names)) for spec, names in zip(stages.stages, left_out, strict=True)
-    ]
+    each = [_of_stage(laid, spec, reading, tuple(names)) for spec, names in zip(stages.stages, left_out, strict=True)]
     return tuple([exchange for of_stage in each for exchange in of_stage])
 
 
-def check_exchanges(captured: Captured, stages: Partition, reading: Reading) -> None:
+def check_exchanges(laid: LaidGraph, stages: Partition, reading: Reading) -> None:
     """Check that a plan's exchanges are those of its stages.
 
     Raises:
@@ -53,7 +49,7 @@ def check_exchanges(captured: Captured, stages: Partition, reading: Reading) -> 
     unused = [
         next((e.unused for e in planned if e.stage == spec.stage and e.kind == WEIGHTS), ()) for spec in stages.stages
     ]
-    needed = plan_exchanges(captured, stages, reading, unused)
+    needed = plan_exchanges(laid, stages, reading, unused)
     for i in range(max(len(needed), len(planned))):
         got, wanted = (one[i] if i < len(one) else None for one in (planned, needed))
         if got != wanted:
@@ -79,27 +75,26 @@ def _text(exchange: ExchangePlan | None) -> str:
     return f"{what} of stage {exchange.stage} over {exchange.axis} by {by}, {sizes}"
 
 
-def _of_stage(captured: Captured, spec: StageSpec, reading: Reading, unused: tuple[str, ...]) -> Iterator[ExchangePlan]:
+def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[str, ...]) -> Iterator[ExchangePlan]:
     plan = reading.plan
-    trained = [n for n in spec.parameters if captured.graph.parameters[n].trainable and n not in unused]
-    if captured.sharding is not None:
+    trained = [n for n in spec.parameters if laid.graph.parameters[n].trainable and n not in unused]
+    if laid.on_mesh:
         (axis,) = plan.mesh
-        yield from _boxed(captured, spec, plan, axis)
-        partial = [n for n in trained if captured.has_partial_gradient(n)]
+        yield from _boxed(laid, spec, plan, axis)
+        partial = [n for n in trained if laid.has_partial_gradient(n)]
         if partial:
-            yield _of_weights(captured, spec, axis, partial, unused)
+            yield _of_weights(laid, spec, axis, partial, unused)
     if reading.sums_over_time:
-        yield replace(_of_weights(captured, spec, REPLICAS, trained, unused), phases=())
+        yield replace(_of_weights(laid, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
-        yield _of_weights(captured, spec, REPLICAS, [n for n in trained if n not in captured.states], unused)
-        if divided := [n for n in trained if n in captured.states]:
-            yield from _of_states(captured, spec, plan.replicas, divided)
+        yield _of_weights(laid, spec, REPLICAS, [n for n in trained if n not in laid.states], unused)
+        if divided := [n for n in trained if n in laid.states]:
+            yield from _of_states(laid, spec, plan.replicas, divided)
 
 
-def _of_states(captured: Captured, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
+def _of_states(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, and its weights afterwards."""
-    own = captured.parameters()
-    bucket = StateBucket.of(((n, captured.local(n, own[n].detach(), 0)) for n in names), captured.states, replicas)
+    buckets = state_buckets(laid.tensors(names))
     for kind, phases in ((WEIGHTS, reduce_scatter()), ("weight", all_gather())):
         yield ExchangePlan(
             stage=spec.stage,
@@ -108,17 +103,16 @@ def _of_states(captured: Captured, spec: StageSpec, replicas: int, names: Sequen
             value="",
             segment=0,
             phases=phases,
-            dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
-            shapes=bucket.rows,
+            dtypes=tuple([bucket[0].dtype for bucket in buckets]),
+            shapes=rows_of(buckets, laid.states, replicas),
             unused=(),
         )
 
 
 def _of_weights(
-    captured: Captured, spec: StageSpec, axis: str, names: Sequence[str], unused: tuple[str, ...]
+    laid: LaidGraph, spec: StageSpec, axis: str, names: Sequence[str], unused: tuple[str, ...]
 ) -> ExchangePlan:
-    own = captured.parameters()
-    bucket = GradientBucket.of((n, captured.local(n, own[n].detach(), 0)) for n in names)
+    buckets = gradient_buckets(laid.tensors(names))
     return ExchangePlan(
         stage=spec.stage,
         kind=WEIGHTS,
@@ -126,17 +120,16 @@ def _of_weights(
         value="",
         segment=0,
         phases=all_reduce(),
-        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in (*bucket.dtypes, torch.float64)),
-        shapes=tuple([(count,) for count in bucket.elements]),
+        dtypes=(*[bucket[0].dtype for bucket in buckets], COUNTED),
+        shapes=tuple([(count,) for count in elements_of(buckets)]),
         unused=unused,
     )
 
 
-def _boxed(captured: Captured, spec: StageSpec, plan: Plan, axis: str) -> Iterator[ExchangePlan]:
-    assert captured.sharding is not None, "without a mesh nothing is boxed"
+def _boxed(laid: LaidGraph, spec: StageSpec, plan: Plan, axis: str) -> Iterator[ExchangePlan]:
     for i, segment in enumerate(spec.segments):
-        name = captured.graph.ops[segment.stop - 1].name
-        box = captured.sharding.boxes.get(name)
+        name = laid.graph.ops[segment.stop - 1].name
+        box = laid.boxes.get(name)
         if box is None:
             continue
         moves = [("boxed", box.source, box.target)]
@@ -144,11 +137,11 @@ def _boxed(captured: Captured, spec: StageSpec, plan: Plan, axis: str) -> Iterat
             moves.append(("boxed-gradient", box.given, box.needed))
         for kind, source, target in moves:
             if not is_local(source, target):
-                yield _exchange(captured, plan, (spec.stage, i), kind, (name, source, target), axis)
+                yield _exchange(laid.graph, plan, (spec.stage, i), kind, (name, source, target), axis)
 
 
 def _exchange(
-    captured: Captured,
+    graph: Graph,
     plan: Plan,
     place: tuple[int, int],
     kind: str,
@@ -165,8 +158,6 @@ def _exchange(
             expected="to or from B or P, or a split of another dimension",
             remedy="Give signatures with which it is not needed, in `parameters` of the plan.",
         )
-    value = captured.graph.values[name]
-    shape = _on_a_micro_batch(captured, name, plan.batch_parts)
     return ExchangePlan(
         stage=stage,
         kind=kind,
@@ -174,15 +165,15 @@ def _exchange(
         value=name,
         segment=segment,
         phases=phases,
-        dtypes=(value.dtype,),
-        shapes=(exchanged_shape(shape, source, target),),
+        dtypes=(graph.values[name].dtype,),
+        shapes=(exchanged_shape(_on_a_micro_batch(graph, name, plan.batch_parts), source, target),),
         unused=(),
     )
 
 
-def _on_a_micro_batch(captured: Captured, name: str, batch_parts: int) -> tuple[int, ...]:
+def _on_a_micro_batch(graph: Graph, name: str, batch_parts: int) -> tuple[int, ...]:
     """The whole shape of a value on a full micro-batch: the sample's, with as many of its rows."""
-    shape, rows = captured.graph.values[name].shape, captured.graph.sample_rows
+    shape, rows = graph.values[name].shape, graph.sample_rows
     if not shape or shape[0] % rows:
         return shape
-    return (shape[0] // rows * -(-rows // sample_micro_batches(captured.graph, batch_parts)), *shape[1:])
+    return (shape[0] // rows * -(-rows // sample_micro_batches(graph, batch_parts)), *shape[1:])

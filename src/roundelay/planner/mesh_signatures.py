@@ -1,67 +1,97 @@
-"""Apply a plan's mesh to a model: the signatures that it gives to parameters, and all that follow from them."""
+"""The signatures that a plan gives to parameters and results, and all that follow from them. No torch is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from roundelay.errors import PlanError
-from roundelay.frontend import Captured
-from roundelay.frontend.mesh.written_out_softmax import written_out
-from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops, with_local_sizes
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import Lay, Plan
 from roundelay.ir.sbp import B, Signature, Split
-from roundelay.lower.boxed_graph import boxed_graph
+from roundelay.lower.boxed_graph import boxed_graph, with_local_sizes
+from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.megatron import megatron
 from roundelay.lower.reading import read
 from roundelay.lower.signatures import deduce
 from roundelay.lower.validate_mesh import check_mesh
 
 
-def on_mesh(captured: Captured, plan: Plan) -> Captured:
-    """The model on the workers of a plan's mesh, with its boxings in the graph; itself without a mesh.
+@dataclass(frozen=True, slots=True)
+class MeshFacts:
+    """What signatures are deduced from.
+
+    Args:
+        graph: of the model.
+        ops: its operations, with their forms.
+        places: the names that parameters have in these, by name.
+    """
+
+    graph: Graph
+    ops: tuple[ShardedOp, ...]
+    places: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A model on a plan's mesh.
+
+    Args:
+        graph: with its boxings.
+        deduction: all signatures.
+        forms: of its operations, by name.
+    """
+
+    graph: LaidGraph
+    deduction: Deduction
+    forms: Mapping[str, OpForm]
+
+
+Rewrite = Callable[[Sequence[str]], MeshFacts]
+"""From names of softmaxes to the model in which they are written out."""
+
+
+def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> Laid | None:
+    """The model on the workers of a plan's mesh, with its boxings in the graph; None without a mesh.
 
     Raises:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
     check_mesh(read(plan))
-    states = states_of(plan, captured.graph)
-    if plan.mesh_size == 1:
-        signatures_of(plan, captured.graph)
-        outputs_of(plan, captured.graph)
-        return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
-    given, outputs, parts = signatures_of(plan, captured.graph), outputs_of(plan, captured.graph), plan.mesh_size
+    states = states_of(plan, facts.graph)
+    given, outputs, parts = signatures_of(plan, facts.graph), outputs_of(plan, facts.graph), plan.mesh_size
+    if parts == 1:
+        return None
     for name, signature in given.items():
-        _check_signature(captured.graph, name, signature, parts)
-    own, deduction = _deduced(captured, given, outputs, parts)
-    if split := [name for name, op in own.items() if _is_split_softmax(op.form, deduction)]:
-        rewritten = captured.rewritten(written_out(captured.builder.exported, split))
-        own, deduction = _deduced(rewritten, given, outputs, parts)
-    else:
-        rewritten = captured
-    places = parameter_places(rewritten.builder.exported)
-    boxed = with_local_sizes(boxed_graph(rewritten.graph, deduction), deduction, places, parts)
-    forms = {name: op.form for name, op in own.items()}
-    made = rewritten.on(boxed, sharded(rewritten.builder, boxed, forms, deduction, parts))
-    return replace(made, states=states, whole=captured)
+        _check_signature(facts.graph, name, signature, parts)
+    deduction = _deduced(facts, given, outputs, parts)
+    if split := [op.name for op in facts.ops if _is_split_softmax(op.form, deduction)]:
+        facts = rewrite(split)
+        deduction = _deduced(facts, given, outputs, parts)
+    boxed = with_local_sizes(boxed_graph(facts.graph, deduction), deduction, facts.places, parts)
+    found = {name: deduction.values.get(place, B) for name, place in facts.places.items()}
+    graph = LaidGraph(
+        graph=boxed,
+        parts=parts,
+        boxes={box.name: box for box in deduction.boxes},
+        splits={name: signature for name, signature in found.items() if isinstance(signature, Split)},
+        gradients={n: deduction.gradients[place] for n, place in facts.places.items() if place in deduction.gradients},
+        states=states,
+    )
+    return Laid(graph, deduction, {op.name: op.form for op in facts.ops})
 
 
-def _deduced(
-    captured: Captured, given: Mapping[str, Signature], outputs: Mapping[str, Wanted], parts: int
-) -> tuple[dict[str, ShardedOp], Deduction]:
-    """The operations of a model, by name, and the signatures that follow from those of parameters and results."""
-    exported, graph = captured.builder.exported, captured.graph
-    places, ops = parameter_places(exported), sharded_ops(exported, graph)
+def _deduced(facts: MeshFacts, given: Mapping[str, Signature], outputs: Mapping[str, Wanted], parts: int) -> Deduction:
+    """The signatures that follow from those of parameters and results."""
+    graph, places = facts.graph, facts.places
     weights = {places[n]: float(p.num_bytes) for n, p in graph.parameters.items() if p.trainable and n in places}
     sizes = {name: float(value.num_bytes) for name, value in graph.values.items()} | weights
     seeds = {places[name]: signature for name, signature in given.items()}
-    deduction = deduce(ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights, outputs)
-    return {op.name: op for op in ops}, deduction
+    return deduce(facts.ops, seeds, sizes, parts, dict.fromkeys(graph.outputs, B), weights, outputs)
 
 
 def _is_split_softmax(form: OpForm, deduction: Deduction) -> bool:
@@ -73,16 +103,14 @@ def _is_split_softmax(form: OpForm, deduction: Deduction) -> bool:
     return isinstance(own, Split) and own.dim == dim
 
 
-def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
+def tensor_parallel(facts: MeshFacts, parts: int) -> dict[str, Signature]:
     """Megatron-LM's signatures of parameters, by name or pattern (:func:`roundelay.lower.megatron.megatron`).
 
     Raises:
         PlanError: nothing in the model can be split so.
     """
-    exported, graph = captured.builder.exported, captured.graph
-    places = parameter_places(exported)
-    shapes = {place: graph.parameters[name].shape for name, place in places.items()}
-    found = megatron(sharded_ops(exported, graph), shapes, parts)
+    shapes = {place: facts.graph.parameters[name].shape for name, place in facts.places.items()}
+    found = megatron(facts.ops, shapes, parts)
     if not found:
         raise PlanError(
             f"--tensor-parallel {parts}",
@@ -90,8 +118,8 @@ def tensor_parallel(captured: Captured, parts: int) -> dict[str, Signature]:
             expected="linear, activation, linear, or an attention, whose columns and heads can be divided",
             remedy="Give --data-parallel, or say in the plan's `parameters` what is to be split.",
         )
-    names = {place: name for name, place in places.items()}
-    return with_patterns({names[place]: signature for place, signature in found.items()}, list(graph.parameters))
+    names = {place: name for name, place in facts.places.items()}
+    return with_patterns({names[place]: signature for place, signature in found.items()}, list(facts.graph.parameters))
 
 
 def with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:

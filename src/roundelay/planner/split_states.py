@@ -5,23 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundelay.errors import PlanError, listed
-from roundelay.frontend import Captured
-from roundelay.guards.split_optimizer_check import needs_whole
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Split
-from roundelay.job import Job
-from roundelay.planning.plan_signatures import with_patterns
+from roundelay.lower.laid_graph import LaidGraph
+from roundelay.planner.mesh_signatures import with_patterns
+from roundelay.planner.source import Source
 
 
-def split_states(job: Job, captured: Captured, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """The plan with the states split that can be, by ``--zero 1``, and what to say of those that are left whole.
 
     Raises:
         PlanError: the optimizer may look at the whole of every parameter.
     """
-    dims = _longest_dimensions(captured, plan.replicas)
-    whole = needs_whole(job, list(captured.model.named_parameters()), {n: split.dim for n, split in dims.items()})
+    dims = _longest_dimensions(laid, plan.replicas)
+    whole = source.whole_states({n: split.dim for n, split in dims.items()})
     why = next(iter(whole.values()), "")
     if whole and len(whole) == len(dims):
         raise PlanError(
@@ -31,20 +30,20 @@ def split_states(job: Job, captured: Captured, plan: Plan) -> tuple[Plan, tuple[
             remedy="Leave --zero out, or take such an optimizer.",
         )
     split = {name: one for name, one in dims.items() if name not in whole}
-    patterns = with_patterns(split, list(captured.graph.parameters))
+    patterns = with_patterns(split, list(laid.graph.parameters))
     states = {name: ((REPLICAS, signature),) for name, signature in patterns.items()}
     notice = f"Optimizer states left whole: {listed(list(whole))}: {why}"
     return replace(plan, states=states), ((notice,) if whole else ())
 
 
-def _longest_dimensions(captured: Captured, replicas: int) -> dict[str, Split]:
+def _longest_dimensions(laid: LaidGraph, replicas: int) -> dict[str, Split]:
     """A split of every parameter's state over replicas, by name: of its longest dimension.
 
     Left out are dimensions that the mesh splits, and parameters without one that is as long as there are replicas.
     """
     found: dict[str, Split] = {}
-    for name, parameter in captured.graph.parameters.items():
-        taken = captured.sharding.parameters.get(name) if captured.sharding is not None else None
+    for name, parameter in laid.graph.parameters.items():
+        taken = laid.splits.get(name)
         dims = [d for d, size in enumerate(parameter.shape) if size >= replicas and (taken is None or d != taken.dim)]
         if dims and parameter.trainable:
             found[name] = Split(max(dims, key=lambda dim: parameter.shape[dim]))

@@ -1,0 +1,144 @@
+"""Choose the cuts: measured, predicted, in equal parts, for little memory, or given by the user; with the reasons."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundelay.errors import PlanError
+from roundelay.ir.graph import Graph
+from roundelay.ir.plan import Plan
+from roundelay.lower.dataflow import sample_micro_batches
+from roundelay.lower.reading import read
+from roundelay.planner import cut_reasons
+from roundelay.planner.choices import CutRequest
+from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
+from roundelay.planner.kept_bytes import kept_bytes
+from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
+from roundelay.planner.recompute_choice import recomputed_ranges
+from roundelay.planner.source import Source
+
+MEASURED, ROOFLINE, EQUAL, FLOPS, MEMORY_TIME = WAYS = ("measured", "roofline", "equal", "flops", "memory-time")
+"""How cuts are chosen: by a profile of this machine, by fixed constants, by numbers of operations or of their FLOPs, or
+for the fewest activations that staggered micro-batches keep at one time, by a profile and a count of what is kept."""
+
+_GIVEN = ("cuts: as given",)
+
+Stages = tuple[tuple[str, ...], ...]
+"""For each stage, the operations that end its segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The chosen stages.
+
+    Args:
+        stages: for each stage, the operations that end its segments.
+        reasons: the reasons, in words.
+    """
+
+    stages: Stages
+    reasons: tuple[str, ...]
+
+
+def cut_by_names(graph: Graph, request: CutRequest) -> Cut | None:
+    """Return the stages if they are given by names, None if they are to be chosen.
+
+    Raises:
+        PlanError: a name is unknown, or of no operation after which the graph can be cut.
+    """
+    if isinstance(request, str):
+        return None if request in WAYS else _as_stages(_names(graph, request), _GIVEN)
+    if any(isinstance(ends, str) for ends in request):
+        raise PlanError(
+            "the cuts",
+            got=f"a list of {len(request)} names, not of lists of names",
+            expected=f"one of {', '.join(WAYS)}, names with commas between them, or a list of names for every stage",
+            remedy='For example cuts="equal", or cuts=[["add_1"], ["linear_7"]].',
+        )
+    return Cut(tuple(tuple(ends) for ends in request), _GIVEN)
+
+
+def _names(graph: Graph, request: str) -> list[str]:
+    names, last = [name.strip() for name in request.split(",")], graph.ops[-1].name
+    legal = [*(graph.ops[cut].name for cut in graph.cuts), last]
+    for name in names:
+        if name not in legal:
+            near = difflib.get_close_matches(name, [*WAYS, *legal], n=4, cutoff=0.5)
+            known = any(op.name == name for op in graph.ops)
+            raise PlanError(
+                "the cuts",
+                got=f"{name!r}, " + ("an operation after which the graph cannot be cut" if known else "no operation"),
+                expected=f"{', '.join(WAYS)}, or names of operations such as {', '.join(near or legal[:4])}",
+                remedy="The comments of a plan name the operations that end its stages; "
+                "roundelay.capture(job).graph has them all.",
+            )
+    return names if names[-1] == last else [*names, last]
+
+
+def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
+    """Choose the stages.
+
+    Args:
+        source: of the model in the plan's precision.
+        draft: the plan without stages.
+        request: one of :data:`WAYS`.
+        num_stages: D.
+
+    Raises:
+        CaptureError: the model cannot be cut into so many stages.
+        UserCodeError: the model or the loss raised while it was measured.
+    """
+    graph = source.graph
+    equal = equal_cuts(graph, num_stages)  # raises for too many stages, before anything is measured
+    if request == EQUAL or num_stages == 1:
+        reason = "cuts: as equal numbers of operations as can be"
+        return _as_stages(names_of(graph, equal), (reason,) if num_stages > 1 else ())
+    if request == FLOPS:
+        by_flops = flops_cuts(graph, num_stages)
+        return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
+    apart = not _on_one_worker(draft)
+    terms = CostParameters(
+        again=recomputed_ranges(graph, draft),
+        micro_batches=draft.batch_parts,
+        latency_s=draft.latency_s if apart else 0.0,
+        bytes_per_s=draft.bytes_per_s if apart else math.inf,
+    )
+    if request == ROOFLINE:
+        predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
+        costs = stage_costs(graph, predicted, terms)
+        return _fastest(graph, costs, num_stages, "predicted with fixed constants (roofline)")
+    profile, how = source.profile(draft)
+    costs = stage_costs(graph, profile, terms)
+    if request == MEASURED:
+        return _fastest(graph, costs, num_stages, how)
+    return _fewest_bytes(source, draft, costs, num_stages, how)
+
+
+def _on_one_worker(draft: Plan) -> bool:
+    """Whether a micro-batch stays on one worker, so that nothing is sent from stage to stage."""
+    form = read(draft).form
+    return form is not None and not form.stages_per_worker
+
+
+def _fastest(graph: Graph, costs: StageCosts, num_stages: int, how: str) -> Cut:
+    chosen = choose_cuts(costs, num_stages)
+    return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
+
+
+def _fewest_bytes(source: Source, draft: Plan, costs: StageCosts, num_stages: int, how: str) -> Cut:
+    """Cut for the fewest activations at one time, of the micro-batches of a batch, or of a pipeline's stages."""
+    graph, form = source.graph, read(draft).form
+    kept = kept_bytes(graph, source.storages(draft), shared=_on_one_worker(draft), again=costs.parameters.again)
+    size = num_stages if form is None else draft.batch_parts  # as a full pipeline is staggered
+    chosen = staggered_cuts(costs, kept, num_stages, size)
+    reasons = [f"cuts: {how}", *cut_reasons.fewest_bytes(graph, costs, kept, chosen, size)]
+    if form is not None and (form.replicates or not form.staggered):
+        reasons.append(cut_reasons.OWN_PACE if form.staggered else cut_reasons.AT_ONCE)
+    return _as_stages(names_of(graph, chosen), tuple(reasons))
+
+
+def _as_stages(ends: Sequence[str], reasons: tuple[str, ...]) -> Cut:
+    return Cut(tuple((end,) for end in ends), reasons)

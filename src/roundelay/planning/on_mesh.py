@@ -1,0 +1,53 @@
+"""Put a captured model on a plan's mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from roundelay.frontend import Captured
+from roundelay.frontend.mesh.written_out_softmax import written_out
+from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops
+from roundelay.ir.plan import Plan
+from roundelay.lower.laid_graph import LaidGraph
+from roundelay.planner.mesh_signatures import MeshFacts, lay, states_of
+
+
+def on_mesh(captured: Captured, plan: Plan) -> Captured:
+    """The model on the workers of a plan's mesh, with its boxings in the graph; itself without a mesh.
+
+    Raises:
+        PlanError: a signature or a pattern does not fit, or a boxing has no place.
+    """
+    rewritten = captured
+
+    def rewrite(names: Sequence[str]) -> MeshFacts:
+        nonlocal rewritten
+        rewritten = with_softmaxes(captured, names)
+        return mesh_facts(rewritten)
+
+    facts = mesh_facts(captured) if plan.mesh_size > 1 else MeshFacts(captured.graph, (), {})
+    laid, states = lay(facts, plan, rewrite), states_of(plan, captured.graph)
+    if laid is None:
+        return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
+    parts = sharded(rewritten.builder, laid.graph.graph, laid.forms, laid.deduction, laid.graph.parts)
+    return replace(rewritten.on(laid.graph.graph, parts), states=states, whole=captured)
+
+
+def mesh_facts(captured: Captured) -> MeshFacts:
+    """What the signatures of a model are deduced from; sizes that vary with the batch are torch's."""
+    exported = captured.builder.exported
+    return MeshFacts(captured.graph, tuple(sharded_ops(exported, captured.graph)), parameter_places(exported))
+
+
+def with_softmaxes(captured: Captured, names: Sequence[str]) -> Captured:
+    """The model in which these softmaxes are written out."""
+    return captured.rewritten(written_out(captured.builder.exported, names))
+
+
+def laid_of(captured: Captured) -> LaidGraph:
+    """The model as it lies on its mesh, for those that need no torch."""
+    own = captured.sharding
+    if own is None:
+        return LaidGraph(captured.graph, states=captured.states)
+    return LaidGraph(captured.graph, own.parts, own.boxes, own.parameters, own.gradients, captured.states)
