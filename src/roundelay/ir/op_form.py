@@ -8,6 +8,28 @@ from typing import Any
 
 from roundelay.ir.sbp import Reduction
 
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """A size that may vary with the batch: all that can be said of it without torch.
+
+    Args:
+        text: as torch writes it.
+        number: what it is, if it is a number though nobody promises so; else 0.
+    """
+
+    text: str
+    number: int
+
+    def __mul__(self, other: Any) -> Varying:
+        return Varying(f"{self.text}*{other}", self.number * int(other))
+
+    __rmul__ = __mul__
+
+    def __int__(self) -> int:
+        return self.number
+
+
 Factor = tuple[int | None, Any]
 """Label, or None for a factor that stays whole; and size, an int or a symbolic one."""
 

@@ -21,9 +21,9 @@ from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import Reading, read
 from roundelay.planner.choices import Choices
-from roundelay.planner.cut_choice import Cut, Stages, cut
-from roundelay.planner.draft_plan import PLAIN, TENSOR, draft_plan
-from roundelay.planner.given_layout import has_size, owners_of
+from roundelay.planner.cut_choice import MEASURED, Cut, Stages, cut, cut_by_names
+from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
+from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import lay, states_of, tensor_parallel
 from roundelay.planner.micro_batch_choice import choose_micro_batches
@@ -89,6 +89,17 @@ class Candidate:
     notices: tuple[str, ...]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
+
+
+def asked_of(graph: Graph, choices: Choices, machine: Machine) -> Asked:
+    """What choices ask for, with the rule and the way to cut that they leave open.
+
+    Raises:
+        PlanError: there is no such layout, or operation to cut at.
+    """
+    usual = Choices(rule=default_rule(PIPELINE if choices.layout is None else choices.layout), cuts=MEASURED)
+    whole = choices.over(usual)
+    return Asked(in_layout(whole), whole, cut_by_names(graph, MEASURED if whole.cuts is None else whole.cuts), machine)
 
 
 def drafted(source: Source, asked: Asked, workers: int | None) -> Draft:

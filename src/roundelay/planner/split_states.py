@@ -19,7 +19,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tup
     Raises:
         PlanError: the optimizer may look at the whole of every parameter.
     """
-    dims = _longest_dimensions(laid, plan.replicas)
+    dims = longest_dimensions(laid, plan.replicas)
     whole = source.whole_states({n: split.dim for n, split in dims.items()})
     why = next(iter(whole.values()), "")
     if whole and len(whole) == len(dims):
@@ -36,7 +36,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tup
     return replace(plan, states=states), ((notice,) if whole else ())
 
 
-def _longest_dimensions(laid: LaidGraph, replicas: int) -> dict[str, Split]:
+def longest_dimensions(laid: LaidGraph, replicas: int) -> dict[str, Split]:
     """A split of every parameter's state over replicas, by name: of its longest dimension.
 
     Left out are dimensions that the mesh splits, and parameters without one that is as long as there are replicas.

@@ -6,23 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from roundelay import simulator
 from roundelay.cores import all_threads, usable_cores
 from roundelay.env import is_launched
 from roundelay.errors import counted
 from roundelay.ir.device_names import CPU
-from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.lower.emit import emit
-from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.choices import Choices
 from roundelay.planner.given_layout import in_pipeline
+from roundelay.planner.price import batch_s
 from roundelay.runtime.device import default_devices
 from roundelay.schedules import PIPELINE, schedule_named
-
-_BATCHES = 4
-"""Batches over which plans are simulated, to be compared."""
 
 _NO_FASTER = 0.97
 """Several workers must take less than this share of one worker's time, to be worth their messages and memory."""
@@ -41,12 +35,6 @@ def workers_are_open(choices: Choices) -> bool:
     flushes = schedule_named(rule_named(choices.rule).schedule).window == "batch"
     on_cpu = (choices.devices or default_devices(choices.transport or "memory")) == CPU
     return flushes and on_cpu and usable_cores() > 1
-
-
-def batch_s(plan: Plan) -> float:
-    """Seconds of a batch, by the simulator."""
-    simulated = simulator.simulate(plan, emit(check_plan(plan)), stream([plan.micro_batches] * _BATCHES))
-    return simulated.makespan_s / _BATCHES
 
 
 def choose_faster(one: Plan, several: Plan) -> tuple[Plan, str]:

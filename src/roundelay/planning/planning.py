@@ -30,11 +30,8 @@ from roundelay.lower.emit import emit
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
-from roundelay.planner.candidate import Asked
+from roundelay.planner.candidate import asked_of
 from roundelay.planner.choices import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
-from roundelay.planner.cut_choice import MEASURED, cut_by_names
-from roundelay.planner.draft_plan import default_rule
-from roundelay.planner.given_layout import in_layout
 from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
@@ -49,7 +46,6 @@ from roundelay.planning.validate_job import check_evaluated, check_inputs, check
 from roundelay.planning.weights_file import check_filled, fill
 from roundelay.runtime.loading.loader_probe import first_batch
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
-from roundelay.schedules import PIPELINE
 
 
 def capture(job: GivenJob, *, seed: int = 0, deadline_s: float = DEADLINE_S, tell: OnWait = ignore_wait) -> Captured:
@@ -178,14 +174,12 @@ def plan_with_reasons(
         tell: called when waiting for the loader takes long.
     """
     check_here(choices)
-    choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S, cuts=MEASURED))
+    choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S))
     deadline_s = choices.deadline_s or DEADLINE_S
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
-    choices = choices.over(Choices(rule=default_rule(choices.layout or PIPELINE)))
-    given_cut = cut_by_names(captured.graph, MEASURED if choices.cuts is None else choices.cuts)
-    asked = Asked(in_layout(choices), choices, given_cut, machine_here())
+    asked = asked_of(captured.graph, choices, machine_here())
     request = PlanRequest(Examined(job, captured, seed, tell), asked)
-    if given_cut is None and workers_are_open(choices):
+    if asked.cut is None and workers_are_open(asked.given):
         return plan_one_or_two_workers(request)
     return measured_plan(request, request.drafted(choices.workers))
 

@@ -1,0 +1,133 @@
+"""Price a candidate: a plan with predicted seconds and bytes, and the seconds of a batch. No torch is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roundelay.ir.graph import Profile
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan, StagePlan
+from roundelay.ir.stage import StageSpec
+from roundelay.lower.emit import emit
+from roundelay.lower.laid_graph import LaidGraph
+from roundelay.lower.reading import Reading, read
+from roundelay.lower.validate_plan import check_plan
+from roundelay.planner.candidate import asked_of, candidate, drafted
+from roundelay.planner.check_given import check_given
+from roundelay.planner.choices import Choices
+from roundelay.planner.cost_model import boundaries_of
+from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
+from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_exchanges import plan_exchanges
+from roundelay.planner.recompute_choice import recomputed_ranges
+from roundelay.planner.source import Machine
+from roundelay.simulator import simulate
+
+BATCHES = 4
+"""Batches over which plans are simulated, to be compared."""
+
+DIGITS = 6
+"""Decimals of seconds in a plan: microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan with predicted times.
+
+    Args:
+        plan: the plan; it is not proved yet.
+        batch_s: predicted seconds of a batch.
+    """
+
+    plan: Plan
+    batch_s: float
+
+
+def priced(facts: ModelFacts, choices: Choices, machine: Machine) -> Priced:
+    """The plan of choices, with predicted times.
+
+    Args:
+        facts: of the model, in the precision that is chosen.
+        choices: what is given, the number of workers or of a layout's micro-batches among them.
+        machine: where the plan would run.
+
+    Raises:
+        PlanError: the choices cannot be combined, or not for this model.
+        CaptureError: the model cannot be cut into so many stages.
+    """
+    check_given(choices)
+    asked = asked_of(facts.graph, choices, machine)
+    made = candidate(facts, asked, drafted(facts, asked, asked.choices.workers))
+    reading, laid = check_plan(made.plan), made.laid
+    seconds = _Seconds(facts, made.plan, laid, reading)
+    unused = [[n for n in spec.parameters if n in facts.unused] for spec in made.stages.stages]
+    plan = replace(
+        made.plan,
+        stages=tuple(
+            [seconds.of(stage, spec) for stage, spec in zip(made.plan.stages, made.stages.stages, strict=True)]
+        ),
+        read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
+        exchanges=plan_exchanges(laid, made.stages, reading, unused),
+    )
+    return Priced(plan, batch_s(plan))
+
+
+def batch_s(plan: Plan) -> float:
+    """Seconds of a batch, by the simulator."""
+    simulated = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
+    return simulated.makespan_s / BATCHES
+
+
+class _Seconds:
+    """Predicts stages from what the operations of the whole model take; a worker of a mesh takes its share of them."""
+
+    def __init__(self, facts: ModelFacts, plan: Plan, laid: LaidGraph, reading: Reading) -> None:
+        self._plan, self._laid, self._halved = plan, laid, reading.schedule.halved
+        self._profile, _ = facts.profile(plan)
+        self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
+        self._whole, again = facts.graph, recomputed_ranges(facts.graph, plan)
+        self._again = {i for part in again for i in part}
+        self._kept: KeptBytes = kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again)
+        self._ends = boundaries_of(facts.graph)
+
+    def of(self, stage: StagePlan, spec: StageSpec) -> StagePlan:
+        """The stage with its seconds and bytes."""
+        laid, own, profile = self._laid.graph, self._own(spec), self._profile
+        forward = sum(profile.forward_s[i] * share for i, share in own)
+        backward = sum(profile.backward_s[i] * share for i, share in own)
+        repeated = sum(profile.forward_s[i] * share for i, share in own if i in self._again)
+        weights = backward / 2 if self._halved else 0.0  # two products alike: of inputs, and of weights
+        first, last = own[0][0], own[-1][0] + 1
+        return replace(
+            stage,
+            forward_s=round(forward, DIGITS),
+            backward_s=round(backward - weights + (repeated if self._plan.backward != "recompute" else 0.0), DIGITS),
+            weights_s=round(weights, DIGITS),
+            update_s=round(sum(_update_s(profile, i) * share for i, share in own), DIGITS),
+            parameter_bytes=sum(laid.parameters[n].num_bytes for n in spec.parameters),
+            tape_bytes=self._kept_between(first, last),
+        )
+
+    def _own(self, spec: StageSpec) -> list[tuple[int, float]]:
+        """The operations of a stage by number, the loss among them, each with the share that a worker computes."""
+        laid = self._laid.graph
+        found = []
+        for segment in spec.segments:
+            for op in laid.ops[segment.start : segment.stop]:
+                if op.name in self._index:
+                    found.append((self._index[op.name], self._share(op.name)))
+        return [*found, (len(self._index), 1.0)] if spec.loss_reads else found
+
+    def _share(self, name: str) -> float:
+        whole = self._whole.values[name].num_bytes
+        return self._laid.graph.values[name].num_bytes / whole if whole and self._laid.on_mesh else 1.0
+
+    def _kept_between(self, start: int, stop: int) -> int:
+        """Bytes kept between the nearest places where the whole graph may be cut."""
+        begin = max(end for end in self._ends[:-1] if end <= start)
+        end = min(end for end in self._ends if end >= stop)
+        return self._kept.of_stage(begin, end)
+
+
+def _update_s(profile: Profile, i: int) -> float:
+    return profile.update_s[i] if i < len(profile.update_s) else 0.0

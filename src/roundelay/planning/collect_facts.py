@@ -1,0 +1,97 @@
+"""Collect what a planner must know of a job, once; from then on it needs neither the job nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundelay.frontend.batch import Batch, in_step, num_rows, split
+from roundelay.lower.laid_graph import LaidGraph
+from roundelay.planner.choices import DEADLINE_S, Choices
+from roundelay.planner.draft_plan import PLAIN, draft_plan
+from roundelay.planner.model_facts import AtRows, ModelFacts, plain_mesh
+from roundelay.planner.split_states import longest_dimensions
+from roundelay.planning.examined import Examined
+from roundelay.planning.profiling import profiled, saved_storages
+from roundelay.planning.torch_scope import in_child, user_code
+from roundelay.runtime.loading.loader_probe import first_batch, reading_s
+
+PARTS = (2, 4, 8)
+"""Into how many parts the first batches are cut, to see whether they may be."""
+
+
+def collect_facts(
+    source: Examined, *, precision: str | None = None, parts: Sequence[int] = PARTS, threads: int = 1
+) -> ModelFacts:
+    """Look at a job as closely as its planner will have to.
+
+    Args:
+        source: the job.
+        precision: in which the model will be computed; by default ``fp32``.
+        parts: into how many parts the first batches are cut, to see whether they may be.
+        threads: intra-op threads with which the operations are measured.
+
+    Raises:
+        UserCodeError: the model or its loss fails.
+        DeadlineError: a batch did not come in time.
+    """
+    draft = draft_plan(source.graph.fingerprint, PLAIN, 1, Choices(precision=precision))
+    divisible = {number: source.divisibility(draft, number) for number in parts}
+    lowered = source.lowered(draft)
+    batch = first_batch(source.job.loader, source.seed, DEADLINE_S, source.tell)
+    with lowered.untouched():
+        measured = tuple([_measured(lowered, part, threads) for part in _sizes(batch, lowered.graph.min_rows)])
+        unused = _unused(lowered, batch)
+    mesh = plain_mesh(lowered.mesh_facts())
+    over = [op.name for op in mesh.ops if op.form.over is not None]
+    sets = dict.fromkeys([(name,) for name in over] + ([tuple(over)] if over else []))
+    dims = {n: split.dim for n, split in longest_dimensions(LaidGraph(lowered.graph), 2).items()}
+    rows = max(1, lowered.graph.sample_rows)
+    return ModelFacts(
+        precision=draft.precision,
+        graph=lowered.graph,
+        checkpointed=lowered.checkpointed,
+        mesh=mesh,
+        rewritten={",".join(names): plain_mesh(lowered.written_out(names)) for names in sets},
+        divisible=divisible,
+        measured=measured,
+        unused=unused,
+        whole=dict(lowered.whole_states(dims)),
+        read_row_s=reading_s(source.job.loader, source.seed, 1, DEADLINE_S, source.tell) / rows,
+    )
+
+
+def _sizes(batch: Batch, min_rows: int) -> list[Batch]:
+    """Half of a batch and all of it, the smaller first; all of it alone if it cannot be cut."""
+    half = split(batch, 2, min_rows)[0] if in_step(batch) else batch
+    return [batch] if num_rows(half) == num_rows(batch) else [half, batch]
+
+
+def _measured(source: Examined, micro_batch: Batch, threads: int) -> AtRows:
+    profile, _ = profiled(source.captured, micro_batch, threads)
+    with user_code("counting what the operations keep"):
+        return AtRows(num_rows(micro_batch), profile, saved_storages(source.captured, micro_batch))
+
+
+def _unused(source: Examined, batch: Batch) -> tuple[str, ...]:
+    """Names of trained parameters that get no gradient."""
+    what = "looking for parameters without a gradient"
+
+    def names() -> Unused:
+        captured = source.captured
+        trained = {name: weight for name, weight in captured.parameters().items() if weight.requires_grad}
+        loss = captured.walk(batch, lambda _, call: call())
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return Unused(tuple([name for name, one in zip(trained, found, strict=True) if one is None]))  # type: ignore[redundant-expr]
+
+    with user_code(what):
+        return in_child(names, what, Unused).names
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Names of parameters, as a child process returns them."""
+
+    names: tuple[str, ...]
