@@ -22,8 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.options.breaks import BREAKS
-from tests.sampling import SAMPLE, chosen
+from tests.sampling import SAMPLE, chosen, turn_of_commit
 
 SEED = 20240229
 #: Seconds that a child or a thread has to end by itself after its test.
@@ -131,8 +130,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is not in the sample."""
     if not config.getoption("--sample"):
         return
-    needed = {each.test for each in BREAKS}
-    keep = chosen([item.nodeid for item in items], json.loads(SAMPLE.read_text(encoding="utf-8")), needed)
+    keep = chosen([item.nodeid for item in items], json.loads(SAMPLE.read_text(encoding="utf-8")), turn_of_commit())
     left_out = [item for item, kept in zip(items, keep, strict=True) if not kept]
     items[:] = [item for item, kept in zip(items, keep, strict=True) if kept]
     config.hook.pytest_deselected(items=left_out)

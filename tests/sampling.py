@@ -1,8 +1,8 @@
 """The sample of the tests that ``make test`` runs, so that it takes minutes; ``make test-all`` runs them all.
 
-``sample.json`` says how many parameters of a slow test function the sample keeps: of every so many one, or none at all
-(0). What it does not name is kept whole, and so is every test that a deliberate break needs
-(:data:`tests.options.breaks.BREAKS`).
+The sample turns: ``sample.json`` says that of a slow test function's parameters one of every so many is run, and each
+commit runs others than the commit before it, so that after so many commits every test has been run. What
+``sample.json`` does not name is kept whole.
 
 ``python -m tests.sampling LOG`` writes it anew from what ``pytest --durations=0`` has printed.
 """
@@ -12,20 +12,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from zlib import crc32
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
-CAP_S = 1.5
-"""Seconds that the parameters of one function may take together; one of them is kept in any case ..."""
+CAP_S = 0.75
+"""Seconds that one function may take on an average commit."""
 
-LONG_S = 6.0
-"""... unless it alone takes longer than this, on average."""
-
-KEPT = {
+ALWAYS = {
     "tests/cli/test_torchrun.py::test_two_launched_processes_compute_what_one_host_alone_does",
     "tests/cli/test_interrupts.py::test_ctrl_c_in_training_ends_everything",
     "tests/resume/test_kill.py::test_a_run_that_restarts_itself_goes_on_in_mid_flight",
@@ -33,28 +32,33 @@ KEPT = {
     "tests/standin/test_models_on_standin.py::test_models_losses_and_the_tests_for_a_gpu_hold_on_devices",
     "tests/standin/test_launching_on_standin.py::test_a_process_for_each_device_computes_what_threads_do",
 }
-"""Long ones of which one is kept: what users do first, and nothing else tests."""
+"""Functions of which every commit runs at least one test: what users do first, and nothing else tests."""
 
 _DURATION = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S+?)(\[.*)?")
 
 
-def chosen(node_ids: Sequence[str], sample: Mapping[str, int], needed: Collection[Sequence[str]]) -> list[bool]:
-    """For each test whether it is in the sample; ``needed`` are arguments of pytest."""
+def turn_of_commit() -> int:
+    """How many commits led to the one checked out; 0 where git does not say."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    try:
+        told = subprocess.run(command, cwd=SAMPLE.parent, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(told.stdout)
+
+
+def chosen(node_ids: Sequence[str], sample: Mapping[str, int], turn: int) -> list[bool]:
+    """For each test whether it is in the sample of the commit with this number.
+
+    Functions start their turns apart, so that the long ones do not all meet on one commit.
+    """
     met: Counter[str] = Counter()
     keep = []
     for node_id in node_ids:
         function = node_id.partition("[")[0]
-        every = sample.get(function, 1)
-        keep.append(any(_selects(each, node_id) for each in needed) or (every > 0 and met[function] % every == 0))
+        keep.append((met[function] + turn + crc32(function.encode())) % sample.get(function, 1) == 0)
         met[function] += 1
     return keep
-
-
-def _selects(arguments: Sequence[str], node_id: str) -> bool:
-    """Whether pytest runs a test for a file, a test, or a file and ``-k`` with words joined by ``and``."""
-    place, words = arguments[0], arguments[2].split(" and ") if "-k" in arguments else []
-    inside = node_id == place or node_id.startswith((f"{place}::", f"{place}["))
-    return inside and all(word in node_id for word in words)
 
 
 def sample_of(log: str) -> dict[str, int]:
@@ -65,11 +69,11 @@ def sample_of(log: str) -> dict[str, int]:
             seconds[match[2]][match[3] or ""] += float(match[1])
     sample = {}
     for function, cases in sorted(seconds.items()):
-        total = sum(cases.values())
-        if total / len(cases) > LONG_S:
-            sample[function] = len(cases) if function in KEPT else 0
-        elif len(cases) > 1 and total > CAP_S:
-            sample[function] = min(len(cases), math.ceil(total / CAP_S))
+        every = math.ceil(sum(cases.values()) / CAP_S)
+        if function in ALWAYS:
+            every = min(every, len(cases))
+        if every > 1:
+            sample[function] = every
     return sample
 
 
