@@ -24,7 +24,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.schedule_grid import legend, staircase
-from roundelay.schedules import Route, holders_of
+from roundelay.schedules import StateRoute, holders_of
 from roundelay.simulator import Interval, Simulation, simulate
 
 SIZES = range(2, 9)
@@ -267,7 +267,7 @@ def test_a_rule_may_read_what_the_timing_gives_and_nothing_earlier(
 ) -> None:
     def first_fresh(stage: int) -> int:
         if layout == "zero":
-            return Route(stage, stages, size).updater
+            return StateRoute(stage, stages, size).updater
         return max(0, math.ceil(size - 1 - Fraction(size * (1 + 2 * stage), 2 * stages)))
 
     def plan_of(earlier: int) -> Plan:

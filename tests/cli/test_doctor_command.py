@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from roundelay.cli.screen import stdout
-from roundelay.doctor import Machine
+from roundelay.doctor import HostFacts
 from tests.cli.harness import ROOT, finish, here, one_screen, start
 from tests.doctor.machines import WELL, spoiled
 
 Capture = pytest.CaptureFixture[str]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, machine: HostFacts) -> None:
     """Have the command read another machine."""
     monkeypatch.setattr("roundelay.cli.doctor_command.read_machine", lambda commands_error: machine)
 
@@ -30,7 +30,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     ids=["well", "a warning", "a problem"],
 )
 def test_only_a_problem_fails(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, machine: Machine, code: int, counts: str
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, machine: HostFacts, code: int, counts: str
 ) -> None:
     pretend(monkeypatch, machine)
     said = here(capsys, "doctor")

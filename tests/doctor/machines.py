@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from roundelay.doctor import Finding, Machine, examine
+from roundelay.doctor import Finding, HostFacts, examine
 from roundelay.doctor.host import Space, Torch
 
 GIB = 1 << 30
 
-WELL = Machine(
+WELL = HostFacts(
     commands_error="",
     torch=Torch(version="2.13.0+cpu", distributed=True, gloo=True),
     compiler="/usr/bin/g++",
@@ -36,13 +36,13 @@ WELL = Machine(
 )
 
 
-def spoiled(**changes: Any) -> Machine:
+def spoiled(**changes: Any) -> HostFacts:
     """The machine with fields replaced; `torch` may be a dict of the fields of it to replace."""
     if isinstance(changes.get("torch"), dict):
         changes["torch"] = replace(WELL.torch, **changes["torch"])
     return replace(WELL, **changes)
 
 
-def findings(machine: Machine) -> dict[str, Finding]:
+def findings(machine: HostFacts) -> dict[str, Finding]:
     """The findings by name."""
     return {finding.name: finding for finding in examine(machine)}

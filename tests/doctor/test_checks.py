@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from roundelay import env
-from roundelay.doctor import Machine, examine
+from roundelay.doctor import HostFacts, examine
 from roundelay.doctor.checks import TORCH, size
 from roundelay.doctor.host import Space, Torch
 from roundelay.launchers import Launched
@@ -27,7 +27,7 @@ H100 = ("NVIDIA H100", 80 * GIB)
 ABSENT = Torch(error="ImportError: libtorch.so: cannot open shared object file")
 
 #: what is wrong -> the machine, the check that must report it, its state, and parts of its text
-WRONG: dict[str, tuple[Machine, str, str, tuple[str, ...]]] = {
+WRONG: dict[str, tuple[HostFacts, str, str, tuple[str, ...]]] = {
     "torch is too old": (spoiled(torch={"version": "2.10.1"}), "torch", "problem", ("2.10.1", "torch>=2.11,<2.15")),
     "torch is too new": (spoiled(torch={"version": "2.15.0"}), "torch", "problem", ("2.15.0", "torch>=2.11,<2.15")),
     "a version that is none": (spoiled(torch={"version": "git-1234"}), "torch", "problem", ("git-1234",)),
@@ -175,7 +175,7 @@ def test_nothing_else_is_blamed_for_it(case: str) -> None:
 
 
 #: what is unusual but not wrong -> the machine, the check, and a part of its text
-RIGHT: dict[str, tuple[Machine, str, str]] = {
+RIGHT: dict[str, tuple[HostFacts, str, str]] = {
     "devices": (
         spoiled(driver=True, torch={"devices": (H100,), "nccl": True}),
         "devices",

@@ -27,7 +27,7 @@ from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported, Role
 from roundelay.frontend.graph_passes import key_draws
 from roundelay.frontend.graph_run import run_nodes
-from roundelay.frontend.mesh.local_graph import Part, local_graph
+from roundelay.frontend.mesh.local_graph import MeshRank, local_graph
 from roundelay.frontend.mesh.op_forms import op_form
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
@@ -89,7 +89,7 @@ class Operation:
         (result,) = torch.fx.Interpreter(module).run(*[args.get(name, self.values[name]) for name in places])
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
-    def on_worker(self, row: Row, has: Mapping[str, Signature], at: Part) -> Exported:
+    def on_worker(self, row: Row, has: Mapping[str, Signature], at: MeshRank) -> Exported:
         """What a worker runs if the tensors have these signatures."""
         uses = {(self.node.name, name): Use(name, has[name], row.args[name], False) for name in row.args}
         results = {self.node.name: Use(self.node.name, B, B, False)}
@@ -139,7 +139,7 @@ def check(op: Operation, row: Row, parts: int, *, own: bool) -> None:
     lie = {name: _distributed(value.detach(), has[name], parts) for name, value in whole.items()}
     local = [{name: _leaf(op, name, each[w]) for name, each in lie.items()} for w in range(parts)]
     results = op.run(whole, op.alone)
-    found = [op.run(local[w], op.on_worker(row, has, Part(parts, w))) for w in range(parts)]
+    found = [op.run(local[w], op.on_worker(row, has, MeshRank(parts, w))) for w in range(parts)]
     for i, signature in enumerate(row.results):
         _same([each[i] for each in found], signature, results[i], f"result {i}")
     if P_MAX in row.results:  # nothing flows back
@@ -528,7 +528,7 @@ def test_a_place_outside_of_a_split_dimension_is_refused(look_up: Function) -> N
     (op,) = operations(look_up, x, inside)[-1:]
     row = split_row(op.form, op.node.all_input_nodes[0].name, Split(0))
     assert isinstance(row, Row)
-    local = op.on_worker(row, dict(row.args), Part(2, 0))
+    local = op.on_worker(row, dict(row.args), MeshRank(2, 0))
     index = op.values[op.node.all_input_nodes[1].name]
     for places, refused in ((index, False), (index + 1, True)):
         with pytest.raises(RuntimeError, match="out of range") if refused else nullcontext():

@@ -9,7 +9,7 @@ import pytest
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.lower.partition import partition
-from roundelay.lower.recompute_selection import Part, parts_of
+from roundelay.lower.recompute_selection import RecomputeRange, recompute_ranges
 from tests.lower.graphs import chain_of
 
 MODULES = ("in", "net.0.a", "net.0", "net.1.a", "net.10.a", "net.0.a", "")
@@ -39,11 +39,15 @@ def graph(modules: tuple[str, ...] = MODULES) -> Graph:
 def test_names_and_patterns_stand_for_ranges_one_for_every_call(
     names: tuple[str, ...], found: list[tuple[int, int]]
 ) -> None:
-    assert [(part.start, part.stop) for part in parts_of(graph(), names)] == found
+    assert [(part.start, part.stop) for part in recompute_ranges(graph(), names)] == found
 
 
 def test_a_part_bears_the_name_that_it_was_given_by() -> None:
-    assert parts_of(graph(), ("net.1*", "in")) == (Part("in", 0, 1), Part("net.1*", 3, 4), Part("net.1*", 4, 5))
+    assert recompute_ranges(graph(), ("net.1*", "in")) == (
+        RecomputeRange("in", 0, 1),
+        RecomputeRange("net.1*", 3, 4),
+        RecomputeRange("net.1*", 4, 5),
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_a_part_bears_the_name_that_it_was_given_by() -> None:
 )
 def test_a_name_of_nothing_and_one_within_another_are_refused(names: tuple[str, ...], words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        parts_of(graph(), names)
+        recompute_ranges(graph(), names)
     assert words in str(caught.value)
     assert "recompute of the plan" in str(caught.value)
 

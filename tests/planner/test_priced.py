@@ -21,9 +21,9 @@ from roundelay.job import Job
 from roundelay.planner.choices import Choices
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.price import priced
-from roundelay.planner.source import Machine
+from roundelay.planner.source import Hardware
 from roundelay.planning.collect_facts import collect_facts
-from roundelay.planning.examined import Examined, machine_here
+from roundelay.planning.examined import Examined, hardware_here
 
 #: prices what each line of standard input says, in a process that cannot import torch
 PRICER = """
@@ -33,10 +33,10 @@ from pathlib import Path
 from roundelay.planner.choices import Choices
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.price import priced
-from roundelay.planner.source import Machine
+from roundelay.planner.source import Hardware
 for line in sys.stdin:
     facts, choices, machine = json.loads(line)
-    made = priced(ModelFacts.decode(Path(facts).read_bytes()), Choices(**choices), Machine(**machine))
+    made = priced(ModelFacts.decode(Path(facts).read_bytes()), Choices(**choices), Hardware(**machine))
     print(json.dumps([made.plan.text(), made.batch_s]))
 """
 
@@ -163,7 +163,7 @@ def facts_of(kind: type[nn.Module], precision: str) -> ModelFacts:
 @pytest.fixture(scope="module")
 def without_torch(folder: Path) -> list[tuple[Plan, float]]:
     """Every case as it is priced in a process that cannot import torch."""
-    machine = asdict(machine_here())
+    machine = asdict(hardware_here())
     lines = [
         json.dumps([str(folder / f"{kind.__name__}-{choices.get('precision', 'fp32')}"), choices, machine])
         for kind, choices in CASES
@@ -193,7 +193,7 @@ def test_what_is_sent_and_exchanged_is_what_a_plan_says(number: int, without_tor
 
 def test_more_workers_take_less_time() -> None:
     """Of a model whose operations are slow, from one collection."""
-    facts, machine = facts_of(Perceptron, "fp32"), Machine(4, 4)
+    facts, machine = facts_of(Perceptron, "fp32"), Hardware(4, 4)
     slow = tuple(
         [
             replace(one, profile=type(one.profile)(*([0.01] * len(p) for p in columns(one.profile))))
@@ -215,4 +215,4 @@ def columns(profile: Any) -> list[Any]:
 def test_what_was_not_collected_is_told() -> None:
     facts = facts_of(Perceptron, "fp32")
     with pytest.raises(roundelay.RoundelayError, match="the facts of the model: the model's precision: got bf16"):
-        priced(facts, Choices(workers=2, precision="bf16"), Machine(2, 2))
+        priced(facts, Choices(workers=2, precision="bf16"), Hardware(2, 2))

@@ -6,6 +6,6 @@ it cannot be imported can be examined too.
 """
 
 from roundelay.doctor.checks import Finding, examine
-from roundelay.doctor.host import Machine, read_machine
+from roundelay.doctor.host import HostFacts, read_machine
 
-__all__ = ["Finding", "Machine", "examine", "read_machine"]
+__all__ = ["Finding", "HostFacts", "examine", "read_machine"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from roundelay.doctor.host import Machine
+from roundelay.doctor.host import HostFacts
 from roundelay.env import VARIABLES
 from roundelay.errors import counted
 
@@ -51,14 +51,14 @@ class Finding:
     remedy: str = ""
 
 
-def examine(machine: Machine) -> tuple[Finding, ...]:
+def examine(machine: HostFacts) -> tuple[Finding, ...]:
     """Every check's finding, in the order in which they are printed."""
     installed = (torch, commands, devices, bf16, backends, compiler, launcher, network, variables)
     system = (cores, memory, fork, loopback, shm, disk, limits)
     return tuple(check(machine) for check in (*installed, *system))
 
 
-def torch(machine: Machine) -> Finding:
+def torch(machine: HostFacts) -> Finding:
     """Whether torch can be imported, in a version that works."""
     version = machine.torch.version
     if version is None:
@@ -69,7 +69,7 @@ def torch(machine: Machine) -> Finding:
     return Finding("torch", f"{version}, which Roundelay does not support", "problem", _INSTALL)
 
 
-def commands(machine: Machine) -> Finding:
+def commands(machine: HostFacts) -> Finding:
     """Whether Roundelay's own commands can be imported."""
     if not machine.commands_error:
         return Finding("roundelay", "its commands can be imported")
@@ -77,7 +77,7 @@ def commands(machine: Machine) -> Finding:
     return Finding("roundelay", f"its commands cannot be imported: {machine.commands_error}", "problem", remedy)
 
 
-def devices(machine: Machine) -> Finding:
+def devices(machine: HostFacts) -> Finding:
     """Whether torch can use the GPUs for which there is a driver."""
     build = machine.torch
     if build.version is None:
@@ -92,7 +92,7 @@ def devices(machine: Machine) -> Finding:
     return Finding("devices", f"an NVIDIA driver, but torch {built} and sees no device{reason}", "warning", remedy)
 
 
-def bf16(machine: Machine) -> Finding:
+def bf16(machine: HostFacts) -> Finding:
     """Whether the CPU computes every layer in bf16: for an LSTM oneDNN has no kernel on some CPUs."""
     if machine.torch.version is None:
         return _unknown("bf16")
@@ -103,7 +103,7 @@ def bf16(machine: Machine) -> Finding:
     return Finding("bf16", f"no kernel for an LSTM of fp32 values: {error}", "warning", remedy)
 
 
-def backends(machine: Machine) -> Finding:
+def backends(machine: HostFacts) -> Finding:
     """Whether torch has the communication backends."""
     build = machine.torch
     if build.version is None:
@@ -124,14 +124,14 @@ def _unknown(name: str) -> Finding:
     return Finding(name, "not known without torch", "warning", "See torch.")
 
 
-def compiler(machine: Machine) -> Finding:
+def compiler(machine: HostFacts) -> Finding:
     """Whether there is a C++ compiler, which torch.compile calls."""
     if machine.compiler is not None:
         return Finding("C++ compiler", machine.compiler)
     return Finding("C++ compiler", "none: `--compile` would fail", "warning", "Install g++ or clang++.")
 
 
-def launcher(machine: Machine) -> Finding:
+def launcher(machine: HostFacts) -> Finding:
     """Whether the variables that a launcher has set are complete."""
     if "launcher" in machine.refused:
         got, remedy = machine.refused["launcher"]
@@ -142,7 +142,7 @@ def launcher(machine: Machine) -> Finding:
     return Finding("launcher", f"{process.launcher}: worker {process.rank} of {process.size}, hosts: {process.nodes}")
 
 
-def network(machine: Machine) -> Finding:
+def network(machine: HostFacts) -> Finding:
     """Whether the network interface for several hosts exists."""
     interface = machine.settings.get("GLOO_SOCKET_IFNAME")
     if interface is None:
@@ -155,7 +155,7 @@ def network(machine: Machine) -> Finding:
     return Finding("network", found, "problem", remedy)
 
 
-def variables(machine: Machine) -> Finding:
+def variables(machine: HostFacts) -> Finding:
     """Whether Roundelay's own environment variables are known and valid."""
     if "variables" in machine.refused:
         got, remedy = machine.refused["variables"]
@@ -167,7 +167,7 @@ def variables(machine: Machine) -> Finding:
     return Finding("variables", found or "none of Roundelay's is set")
 
 
-def cores(machine: Machine) -> Finding:
+def cores(machine: HostFacts) -> Finding:
     """Whether two workers can compute at the same time."""
     limits = []
     usable = float(machine.allowed_cores)
@@ -184,7 +184,7 @@ def cores(machine: Machine) -> Finding:
     return Finding("cores", found, "warning", "Two workers share a core, and are no faster than one process." + lift)
 
 
-def memory(machine: Machine) -> Finding:
+def memory(machine: HostFacts) -> Finding:
     """Whether there is memory for a few processes with torch."""
     limit = machine.memory_limit
     found = f"{size(machine.memory)} in all, {size(machine.free_memory)} available"
@@ -195,7 +195,7 @@ def memory(machine: Machine) -> Finding:
     return Finding("memory", found, "warning", "End other programs, or raise the limit (docker run --memory).")
 
 
-def fork(machine: Machine) -> Finding:
+def fork(machine: HostFacts) -> Finding:
     """Whether workers can be processes."""
     if not machine.fork_error:
         return Finding("processes", "can be forked, and compute gradients then")
@@ -204,7 +204,7 @@ def fork(machine: Machine) -> Finding:
     return Finding("processes", found, "problem", remedy)
 
 
-def loopback(machine: Machine) -> Finding:
+def loopback(machine: HostFacts) -> Finding:
     """Whether processes of this host can connect to each other."""
     if not machine.loopback_error:
         return Finding("loopback", "127.0.0.1 can be listened on and reached")
@@ -212,7 +212,7 @@ def loopback(machine: Machine) -> Finding:
     return Finding("loopback", machine.loopback_error, "problem", remedy)
 
 
-def shm(machine: Machine) -> Finding:
+def shm(machine: HostFacts) -> Finding:
     """Whether a DataLoader's processes can return batches; Roundelay's own shared memory is not in ``/dev/shm``."""
     name, space = "shared memory", machine.shm
     if space is None or not space.writable:
@@ -227,7 +227,7 @@ def shm(machine: Machine) -> Finding:
     return Finding(name, found)
 
 
-def disk(machine: Machine) -> Finding:
+def disk(machine: HostFacts) -> Finding:
     """Whether run folders can be written in the current folder."""
     space = machine.folder
     if space is None or not space.writable:
@@ -242,7 +242,7 @@ def disk(machine: Machine) -> Finding:
     return Finding("disk", found)
 
 
-def limits(machine: Machine) -> Finding:
+def limits(machine: HostFacts) -> Finding:
     """Whether enough files, processes and threads are allowed."""
     files, processes = machine.files, machine.processes
     found = f"open files {files or 'any number'}, processes and threads {processes or 'any number'}"

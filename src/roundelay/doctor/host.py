@@ -70,7 +70,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class HostFacts:
     """Everything that the checks judge.
 
     Args:
@@ -122,7 +122,7 @@ class Machine:
     processes: int | None
 
 
-def read_machine(commands_error: str = "") -> Machine:
+def read_machine(commands_error: str = "") -> HostFacts:
     """Read this machine; it takes some milliseconds once torch is imported.
 
     Args:
@@ -131,7 +131,7 @@ def read_machine(commands_error: str = "") -> Machine:
     torch, settings, memory = read_torch(), env.settings(), psutil.virtual_memory()
     compilers = map(shutil.which, filter(None, (settings.get("CXX"), *_COMPILERS)))
     launched, refused = _environment()
-    return Machine(
+    return HostFacts(
         commands_error=commands_error,
         torch=torch,
         compiler=next(filter(None, compilers), None),

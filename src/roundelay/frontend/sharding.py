@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.frontend.export.export import Exported
-from roundelay.frontend.mesh.local_graph import Part, local_graph, take_part
+from roundelay.frontend.mesh.local_graph import MeshRank, local_graph, take_part
 from roundelay.frontend.mesh.op_forms import op_form
 from roundelay.frontend.mesh.op_forms_base import shape_of
 from roundelay.frontend.stage_builder import StageBuilder
@@ -139,7 +139,7 @@ def sharded(
     places = parameter_places(builder.exported)
     signatures = {name: deduction.values.get(place, B) for name, place in places.items()}
     boxes = {box.name: box for box in deduction.boxes}
-    at = [Part(parts, part) for part in range(parts)]
+    at = [MeshRank(parts, part) for part in range(parts)]
     builders = [
         replace(
             builder,

@@ -14,7 +14,7 @@ import torch.fx
 from roundelay.frontend.export.export import Exported
 from roundelay.frontend.graph_run import DRAW, run_nodes
 from roundelay.frontend.loss import LossCall
-from roundelay.frontend.mesh.local_graph import ONLY, Part, take_part
+from roundelay.frontend.mesh.local_graph import ONLY, MeshRank, take_part
 from roundelay.frontend.stages.compiled_segment import CompiledSegment
 from roundelay.frontend.stages.keyed_rng import RngKey, keyed_call
 from roundelay.frontend.stages.on_device import OnDevice, on_device
@@ -52,7 +52,7 @@ class StageBuilder:
     mode: Mode | None = None
     precision: str = FULL
     boxes: Mapping[str, Box] = field(default_factory=dict)
-    at: Part = ONLY
+    at: MeshRank = ONLY
     _pieces: dict[tuple[SegmentSpec, torch.device], torch.fx.GraphModule] = field(default_factory=dict)
     compiled: dict[tuple[SegmentSpec, torch.device, str, bool], CompiledSegment] = field(default_factory=dict)
 

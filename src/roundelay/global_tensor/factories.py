@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roundelay.errors import PlanError
-from roundelay.global_tensor.operators import Laid
+from roundelay.global_tensor.operators import LocalTensor
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.tensor import GlobalTensor, check_signature
 from roundelay.global_tensor.transfer import boxed
@@ -24,7 +24,7 @@ def tensor(whole: torch.Tensor, *, placement: Placement, sbp: Signature = B) -> 
     check_signature(whole.shape, sbp, placement)
     inside = placement.position is not None
     local = boxed(whole.detach(), whole.shape, B, sbp, placement).clone() if inside else whole.new_empty(0)
-    return GlobalTensor(Laid(local, tuple(whole.shape), placement, sbp))
+    return GlobalTensor(LocalTensor(local, tuple(whole.shape), placement, sbp))
 
 
 def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placement, sbp: Signature) -> GlobalTensor:
@@ -43,7 +43,7 @@ def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placem
                 expected=f"{expected}: its part",
                 remedy="Give each process its part, or all of it to roundelay.tensor.",
             )
-    return GlobalTensor(Laid(local.detach(), shape, placement, sbp))
+    return GlobalTensor(LocalTensor(local.detach(), shape, placement, sbp))
 
 
 def _made(make: Callable[..., torch.Tensor], name: str) -> Callable[..., GlobalTensor]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported
-from roundelay.frontend.mesh.local_graph import Part, local_graph
+from roundelay.frontend.mesh.local_graph import MeshRank, local_graph
 from roundelay.frontend.mesh.op_forms import op_form
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed
@@ -25,7 +25,7 @@ from roundelay.lower.signatures import cheapest_row, is_local
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class LocalTensor:
     """What this process has of a tensor that lies on several.
 
     Args:
@@ -59,7 +59,7 @@ class Compiled:
     row: Row
     results: Any
 
-    def local(self, has: Mapping[str, Signature], part: Part) -> torch.fx.GraphModule:
+    def local(self, has: Mapping[str, Signature], part: MeshRank) -> torch.fx.GraphModule:
         """What one process runs, of tensors with these signatures."""
         uses = {(self.name, arg): Use(arg, has[arg], self.row.args[arg], False) for arg in self.row.args}
         results = {self.name: Use(self.name, B, B, False)}
@@ -77,14 +77,16 @@ _LOCAL: dict[Any, torch.fx.GraphModule] = {}
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of an operator, of which arguments are :class:`Laid`.
+    """The results of an operator, of which arguments are :class:`LocalTensor`.
 
     Raises:
         PlanError: it is not to be had, naming the operator and the signatures.
     """
     leaves, spec = tree_flatten((args, kwargs))
     on = _check(func, leaves, dict(enumerate(_distinct(leaves))))
-    leaves = [Laid(leaf, tuple(leaf.shape), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    leaves = [
+        LocalTensor(leaf, tuple(leaf.shape), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
     tensors = {f"x{i}": leaf for i, leaf in enumerate(_distinct(leaves))}
     key = (func, on.size, str(spec), *[_key(leaf, tensors) for leaf in leaves])
     made = _kept(_COMPILED, key, lambda: _compiled(func, leaves, spec, tensors, on.size))
@@ -94,7 +96,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _wrapped(made, [_empty(one, nothing) for one in tree_flatten(made.results)[0]], on)
     has = {name: _nearest(laid.signature, made.row.args.get(name, laid.signature)) for name, laid in tensors.items()}
     own = [boxed(laid.local, laid.shape, laid.signature, has[name], on) for name, laid in tensors.items()]
-    program = _kept(_LOCAL, (key, position), lambda: made.local(has, Part(on.size, position)))
+    program = _kept(_LOCAL, (key, position), lambda: made.local(has, MeshRank(on.size, position)))
     return _wrapped(made, tree_flatten(program(*own))[0], on)
 
 
@@ -122,24 +124,28 @@ def _wrapped(made: Compiled, results: Sequence[Any], on: Placement) -> Any:
     shapes, spec = tree_flatten(made.results)
     signatures = iter(made.row.results)
     laid = [
-        Laid(local.contiguous(), tuple(shape.shape), on, next(signatures)) if isinstance(local, torch.Tensor) else local
+        LocalTensor(local.contiguous(), tuple(shape.shape), on, next(signatures))
+        if isinstance(local, torch.Tensor)
+        else local
         for local, shape in zip(results, shapes, strict=True)
     ]
     return tree_unflatten(laid, spec)
 
 
-def _distinct(leaves: Sequence[Any]) -> list[Laid]:
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Laid)}.values())
+def _distinct(leaves: Sequence[Any]) -> list[LocalTensor]:
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, LocalTensor)}.values())
 
 
-def _key(leaf: Any, tensors: Mapping[str, Laid]) -> Any:
-    if isinstance(leaf, Laid):
+def _key(leaf: Any, tensors: Mapping[str, LocalTensor]) -> Any:
+    if isinstance(leaf, LocalTensor):
         (name,) = [name for name, one in tensors.items() if one is leaf]
         return name, leaf.shape, leaf.local.dtype, leaf.signature
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf  # -0.0 is no 0.0
 
 
-def _compiled(func: Any, leaves: Sequence[Any], spec: Any, tensors: Mapping[str, Laid], workers: int) -> Compiled:
+def _compiled(
+    func: Any, leaves: Sequence[Any], spec: Any, tensors: Mapping[str, LocalTensor], workers: int
+) -> Compiled:
     graph = torch.fx.Graph()
     nodes = {name: graph.placeholder(name) for name in tensors}
     for name, laid in tensors.items():
@@ -167,7 +173,7 @@ def _numbers(shape: Sequence[int]) -> int:
     return reduce(operator.mul, shape, 1)
 
 
-def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, Laid]) -> Placement:
+def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, LocalTensor]) -> Placement:
     """The placement of an operator's tensors."""
     placements = list(dict.fromkeys(laid.placement for laid in tensors.values()))
     if len(placements) > 1:
@@ -206,11 +212,15 @@ def _argument(func: Any, leaves: Sequence[Any], name: str) -> Any:
 def _writes_statistics(func: Any, leaves: Sequence[Any]) -> bool:
     """Whether it is a batch norm that writes its running statistics, of which its schema says nothing."""
     running, training = (_argument(func, leaves, name) for name in ("running_mean", "training"))
-    return isinstance(running, Laid) and training is True
+    return isinstance(running, LocalTensor) and training is True
 
 
 def _refused(
-    func: Any, tensors: Mapping[Any, Laid], got: str, expected: str, remedy: str = "Use another operator, or to_local."
+    func: Any,
+    tensors: Mapping[Any, LocalTensor],
+    got: str,
+    expected: str,
+    remedy: str = "Use another operator, or to_local.",
 ) -> PlanError:
     lies = ", ".join(f"{tuple(laid.shape)} {laid.signature}" for laid in tensors.values())
     return PlanError(f"{func} on global tensors {lies}", got=got, expected=expected, remedy=remedy)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from roundelay.errors import PlanError
-from roundelay.global_tensor.operators import Laid, compute, in_backward
+from roundelay.global_tensor.operators import LocalTensor, compute, in_backward
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed, moved_to
 from roundelay.ir.sbp import P_MAX, B, Broadcast, Partial, Signature, Split
@@ -23,10 +23,10 @@ class GlobalTensor(torch.Tensor):
     sum is kept as long as it can be. A process outside of the placement has nothing of it, and computes nothing.
     """
 
-    _laid: Laid
+    _laid: LocalTensor
 
     @staticmethod
-    def __new__(cls, laid: Laid) -> GlobalTensor:
+    def __new__(cls, laid: LocalTensor) -> GlobalTensor:
         """Made by the functions of :mod:`roundelay.global_tensor.factories`, by operators, and by ``to_global``."""
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             cls, laid.shape, dtype=laid.local.dtype, device=laid.local.device
@@ -54,7 +54,7 @@ class GlobalTensor(torch.Tensor):
         if func is torch.ops.aten.add_.Tensor and in_backward() and not kwargs:
             return _accumulated(*args)
         given = tree_map(lambda x: x._laid if isinstance(x, GlobalTensor) else x, (tuple(args), dict(kwargs or {})))
-        return tree_map(lambda x: GlobalTensor(x) if isinstance(x, Laid) else x, compute(func, *given))
+        return tree_map(lambda x: GlobalTensor(x) if isinstance(x, LocalTensor) else x, compute(func, *given))
 
     def to_global(self, *, placement: Placement | None = None, sbp: Signature | None = None) -> GlobalTensor:
         """The same tensor on other processes, or with another signature there. Every process calls it.
@@ -100,7 +100,7 @@ def moved(x: GlobalTensor, target: Placement, signature: Signature) -> GlobalTen
     """The tensor elsewhere, or otherwise."""
     own = x._laid
     local = moved_to(own.local, own.shape, (own.placement, own.signature), (target, signature))
-    return GlobalTensor(Laid(local, own.shape, target, signature))
+    return GlobalTensor(LocalTensor(local, own.shape, target, signature))
 
 
 def check_signature(shape: Sequence[int], signature: Signature, on: Placement) -> None:

@@ -35,7 +35,7 @@ _SCALES = (0.01, 10.0, 1.0, 0.1, 3.0, 0.3)
 _ROUNDING = 1e-4
 """Differences allowed, as a part of what the weight has moved: kernels round the tail of a vector otherwise."""
 
-Part = Callable[[str, torch.Tensor], torch.Tensor]
+PartOf = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def check_split(job: Job, named: Named, dims: Mapping[str, int]) -> None:
@@ -135,7 +135,7 @@ class _Trial:
     """
 
     def __init__(
-        self, job: Job, named: Named, dims: Mapping[str, int], most: int | None, part: Part | None = None
+        self, job: Job, named: Named, dims: Mapping[str, int], most: int | None, part: PartOf | None = None
     ) -> None:
         generator, of_part = torch.Generator().manual_seed(0), part or (lambda name, tensor: tensor)
         shapes = {name: _shrunk(p.shape, most) for name, p in named if name in dims}
@@ -167,7 +167,7 @@ class _Trial:
             self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         self.after = {name: p.detach() for name, p in own.items()}
 
-    def same(self, name: str, whole: _Trial, part: Part) -> bool:
+    def same(self, name: str, whole: _Trial, part: PartOf) -> bool:
         """Whether a copy has become what that part of the whole has, but for rounding."""
         one, other = self.after[name], part(name, whole.after[name])
         moved = (other - part(name, whole.before[name])).abs().max()

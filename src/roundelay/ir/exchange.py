@@ -17,6 +17,9 @@ from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
 from roundelay.ir.typed_text import Count
 
+WEIGHT_GRADIENT = "weight-gradient"
+"""The kind of an exchange that sums the gradients of a stage's weights."""
+
 _TEXT = re.compile(
     r"reduce-scatter(?P<max>-max)?\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
 )

@@ -20,7 +20,7 @@ from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ReaderChain:
     """The chain of a value's readers.
 
     Args:
@@ -34,7 +34,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step of a value's route.
+    """One step of a chain.
 
     Args:
         name: name of the value.
@@ -49,8 +49,8 @@ class Hop:
     gradient: bool
 
 
-def routes(graph: Graph) -> list[Route]:
-    """Return the route of every value that is read: operations in order, inputs, batch tensors, parameters."""
+def reader_chains(graph: Graph) -> list[ReaderChain]:
+    """Return the chain of every value that is read: operations in order, inputs, batch tensors, parameters."""
     produced = {op.name: i for i, op in enumerate(graph.ops)} | dict.fromkeys((*graph.inputs, *graph.batch), -1)
     reads: dict[str, list[int]] = {name: [] for name in produced}
     weights: dict[str, list[int]] = {}
@@ -61,16 +61,16 @@ def routes(graph: Graph) -> list[Route]:
             weights.setdefault(WEIGHT + name, []).append(i)
     for name in dict.fromkeys((*graph.outputs, *graph.batch)):
         reads[name].append(len(graph.ops))
-    of_values = [Route(name, (produced[name], *readers)) for name, readers in reads.items() if readers]
-    return of_values + [Route(name, tuple(users)) for name, users in weights.items()]
+    of_values = [ReaderChain(name, (produced[name], *readers)) for name, readers in reads.items() if readers]
+    return of_values + [ReaderChain(name, tuple(users)) for name, users in weights.items()]
 
 
 def hops(graph: Graph) -> list[Hop]:
-    """Return every hop of every route, in the order of :func:`routes`."""
+    """Return every hop of every chain, in the order of :func:`reader_chains`."""
     return [
-        Hop(route.name, max(source, 0), target, has_gradient(graph, route.name))
-        for route in routes(graph)
-        for source, target in pairwise(route.positions)
+        Hop(chain.name, max(source, 0), target, has_gradient(graph, chain.name))
+        for chain in reader_chains(graph)
+        for source, target in pairwise(chain.positions)
     ]
 
 

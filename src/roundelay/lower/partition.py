@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
-from roundelay.lower.dataflow import Hop, hops, routes
-from roundelay.lower.recompute_selection import Part, nothing_to_recompute, parts_of
+from roundelay.lower.dataflow import Hop, hops, reader_chains
+from roundelay.lower.recompute_selection import RecomputeRange, nothing_to_recompute, recompute_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _spans(graph: Graph, stages: Sequence[Sequence[str]]) -> list[_Span]:
 
 def _cut_at_recomputed(graph: Graph, spans: list[_Span], recompute: Sequence[str]) -> list[_Span]:
     """Return the spans, with every recomputed part in a span of its own."""
-    parts = parts_of(graph, recompute)
+    parts = recompute_ranges(graph, recompute)
     if not parts:
         return spans
     cut = [piece for span in spans for piece in _pieces(graph, span, parts)]
@@ -103,7 +103,7 @@ def _cut_at_recomputed(graph: Graph, spans: list[_Span], recompute: Sequence[str
     return cut
 
 
-def _pieces(graph: Graph, span: _Span, parts: Sequence[Part]) -> Iterator[_Span]:
+def _pieces(graph: Graph, span: _Span, parts: Sequence[RecomputeRange]) -> Iterator[_Span]:
     """Cut a span where parts begin and end: at the nearest legal cuts inside of them."""
     places = [span.start, *(cut + 1 for cut in graph.cuts if span.start <= cut < span.stop - 1), span.stop]
     start = span.start
@@ -119,7 +119,7 @@ def _pieces(graph: Graph, span: _Span, parts: Sequence[Part]) -> Iterator[_Span]
         yield _Span(span.stage, start, span.stop)
 
 
-def can_recompute(graph: Graph, part: Part) -> bool:
+def can_recompute(graph: Graph, part: RecomputeRange) -> bool:
     """Whether any of a part's operations can be recomputed, wherever stages are cut."""
     return any(span.recomputed for span in _pieces(graph, _Span(0, 0, len(graph.ops)), (part,)))
 
@@ -152,7 +152,7 @@ def _chains(graph: Graph, spans: Sequence[_Span]) -> dict[str, list[_Span]]:
     """
     at = {-1: _Span(0, 0, 0), len(graph.ops): spans[-1]}
     at |= {i: span for span in spans for i in range(span.start, span.stop)}
-    chains = {route.name: list(dict.fromkeys(at[i] for i in route.positions)) for route in routes(graph)}
+    chains = {chain.name: list(dict.fromkeys(at[i] for i in chain.positions)) for chain in reader_chains(graph)}
     return {name: chain for name, chain in chains.items() if len(chain) > 1}
 
 

@@ -9,7 +9,7 @@ from roundelay.ir.mesh import Mesh
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.ir.transports import Transport, transport_named
-from roundelay.schedules import Form, Route, Schedule, form_for, holders_of, schedule_for
+from roundelay.schedules import Form, Schedule, StateRoute, form_for, holders_of, schedule_for
 
 
 @final
@@ -53,12 +53,12 @@ class Reading:
     @property
     def takes_turns(self) -> bool:
         """Whether the holders of a stage take micro-batches in turns."""
-        return self.form is not None and self.form.deals
+        return self.form is not None and self.form.takes_turns
 
     @property
     def moves_states(self) -> bool:
         """Whether the states of stages go from holder to holder."""
-        return self.form is not None and self.form.wanders
+        return self.form is not None and self.form.moves_states
 
     @property
     def needs_norm(self) -> bool:
@@ -80,9 +80,9 @@ class Reading:
             return holders_of(stage, self.plan.num_stages, self.plan.micro_batches)
         return self.mesh.size
 
-    def route(self, stage: int) -> Route:
+    def route(self, stage: int) -> StateRoute:
         """On which way a stage's state goes from holder to holder."""
-        return Route(stage, self.plan.num_stages, self.plan.replicas)
+        return StateRoute(stage, self.plan.num_stages, self.plan.replicas)
 
     def updater(self, stage: int) -> int | None:
         """The one holder of a stage that makes its updates; None if each does."""

@@ -19,7 +19,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecomputeRange:
     """Consecutive operations, ``start`` to ``stop - 1``, that a name in the plan stands for."""
 
     name: str
@@ -27,7 +27,7 @@ class Part:
     stop: int
 
 
-def parts_of(graph: Graph, names: Sequence[str]) -> tuple[Part, ...]:
+def recompute_ranges(graph: Graph, names: Sequence[str]) -> tuple[RecomputeRange, ...]:
     """Return the ranges to recompute, in the order of the graph; a module that is called twice has two.
 
     Args:
@@ -40,7 +40,7 @@ def parts_of(graph: Graph, names: Sequence[str]) -> tuple[Part, ...]:
     if ALL in names:
         if len(names) > 1:
             raise _refused(", ".join(names), "all, or names of modules", "Remove all, or the names.")
-        return (Part(ALL, 0, len(graph.ops)),)
+        return (RecomputeRange(ALL, 0, len(graph.ops)),)
     paths: dict[str, str] = {}
     for name in names:
         for path in _matched(graph, name):
@@ -52,18 +52,18 @@ def parts_of(graph: Graph, names: Sequence[str]) -> tuple[Part, ...]:
     return tuple(sorted(_runs(graph, paths), key=lambda part: part.start))
 
 
-def parts_within(graph: Graph, path: str) -> tuple[Part, ...]:
+def ranges_within(graph: Graph, path: str) -> tuple[RecomputeRange, ...]:
     """Return the operations of the module at ``path``; none if it computes nothing."""
     return tuple(_runs(graph, {path: path}))
 
 
-def _runs(graph: Graph, paths: dict[str, str]) -> Iterator[Part]:
+def _runs(graph: Graph, paths: dict[str, str]) -> Iterator[RecomputeRange]:
     for path, name in paths.items():
         within = [i for i, op in enumerate(graph.ops) if _inside(op.module, path)]
         known = set(within)
         starts = [i for i in within if i - 1 not in known]
         stops = [i + 1 for i in within if i + 1 not in known]
-        yield from (Part(name, start, stop) for start, stop in zip(starts, stops, strict=True))
+        yield from (RecomputeRange(name, start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
 def _matched(graph: Graph, name: str) -> list[str]:

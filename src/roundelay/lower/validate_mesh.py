@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
-from roundelay.ir.exchange import all_reduce, reduce_scatter
+from roundelay.ir.exchange import WEIGHT_GRADIENT, all_reduce, reduce_scatter
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR
 from roundelay.lower.reading import Reading
-
-WEIGHTS = "weight-gradient"
-"""The exchange that every stage has where there are several replicas."""
 
 
 def check_workers(reading: Reading) -> None:
@@ -29,7 +26,7 @@ def check_workers(reading: Reading) -> None:
     schedule = reading.schedule
     _check_holders(reading)
     placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
-    _check_exchanges(reading)
+    _check_exchange_kinds(reading)
     each = schedule.stages_per_worker or plan.num_stages
     if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
         groups = sorted(schedule.groups(plan.num_stages - plan.num_stages % each))
@@ -73,11 +70,11 @@ def _check_holders(reading: Reading) -> None:
             )
 
 
-def _check_exchanges(reading: Reading) -> None:
+def _check_exchange_kinds(reading: Reading) -> None:
     """Check the exchanges as far as that is possible without the model."""
     plan = reading.plan
     sums = reading.sums_over_time
-    due = [(stage, WEIGHTS) for stage in range(plan.num_stages)] if plan.replicas > 1 or sums else []
+    due = [(stage, WEIGHT_GRADIENT) for stage in range(plan.num_stages)] if plan.replicas > 1 or sums else []
     of_replicas = [exchange for exchange in plan.exchanges if exchange.axis == REPLICAS]
     by = () if sums else all_reduce()
     got = [(e.stage, e.kind) for e in of_replicas if e.phases == by]
@@ -95,7 +92,7 @@ def _check_exchanges(reading: Reading) -> None:
         known = (
             exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
         )
-        summed = exchange.kind != WEIGHTS or phases == by or (plan.states and phases == reduce_scatter())
+        summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",

@@ -13,7 +13,7 @@ THICK, BETWEEN, GROUP = 16.0, 3.0, 12.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """A part of a bar.
 
     Args:
@@ -37,7 +37,7 @@ class Group:
     """
 
     name: str
-    bars: Sequence[Sequence[Part]]
+    bars: Sequence[Sequence[BarPart]]
 
 
 def bars(groups: Sequence[Group], width: int, most: float, as_text: Callable[[float], str], label: str) -> str:
@@ -66,7 +66,7 @@ def bars(groups: Sequence[Group], width: int, most: float, as_text: Callable[[fl
     return "".join([head, *grid, *parts, "</svg>"])
 
 
-def _bar(bar: Sequence[Part], across: Axis, y: float, as_text: Callable[[float], str]) -> list[str]:
+def _bar(bar: Sequence[BarPart], across: Axis, y: float, as_text: Callable[[float], str]) -> list[str]:
     elements, at = [], 0.0
     for part in bar:
         if part.value <= 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from roundelay.page.bars import Group, Part, bars
+from roundelay.page.bars import BarPart, Group, bars
 from roundelay.page.line_chart import Curve, Points, line_chart, smoothed
 from roundelay.page.read_run import Run, numbers
 from roundelay.page.scale import size
@@ -203,12 +203,12 @@ def shares(run: Run) -> str:
     return section("Where the time went", text + legend(entries) + svg)
 
 
-def _time_parts(row: Mapping[str, Any]) -> list[Part]:
+def _time_parts(row: Mapping[str, Any]) -> list[BarPart]:
     known = {kind: value for kind, value in numbers(row).items() if kind in _KINDS}
     if "wait" not in known:
         known["bubble"] = max(0.0, 1.0 - sum(known.values()))
     return [
-        Part("idle" if kind == "bubble" and "wait" not in known else kind, kind, known.get(kind, 0.0))
+        BarPart("idle" if kind == "bubble" and "wait" not in known else kind, kind, known.get(kind, 0.0))
         for kind in _KINDS
     ]
 
@@ -257,10 +257,10 @@ def memory(run: Run) -> str:
     return section("Memory", text + legend(entries) + svg + _table(rows))
 
 
-def _memory_bars(row: Mapping[str, Any]) -> list[list[Part]]:
+def _memory_bars(row: Mapping[str, Any]) -> list[list[BarPart]]:
     predicted = numbers(row.get("predicted"))
-    items = [Part(name, css_class, predicted.get(name, 0.0)) for name, css_class in _ITEMS.items()]
-    return [items, [Part("private", "thin", numbers(row).get("private_bytes", 0.0))]]
+    items = [BarPart(name, css_class, predicted.get(name, 0.0)) for name, css_class in _ITEMS.items()]
+    return [items, [BarPart("private", "thin", numbers(row).get("private_bytes", 0.0))]]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

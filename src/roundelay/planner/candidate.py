@@ -30,7 +30,7 @@ from roundelay.planner.micro_batch_choice import choose_micro_batches
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.recompute_choice import choose_modules
-from roundelay.planner.source import Machine, Source
+from roundelay.planner.source import Hardware, Source
 from roundelay.planner.split_states import split_states
 from roundelay.planner.stage_counts import default_devices, num_stages_of, slots_in_layout
 from roundelay.schedules import PIPELINE, schedule_for
@@ -50,7 +50,7 @@ class Asked:
     choices: Choices
     given: Choices
     cut: Cut | None
-    machine: Machine
+    machine: Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Candidate:
     warnings: tuple[str, ...]
 
 
-def asked_of(graph: Graph, choices: Choices, machine: Machine) -> Asked:
+def asked_of(graph: Graph, choices: Choices, machine: Hardware) -> Asked:
     """What choices ask for, with the rule and the way to cut that they leave open.
 
     Raises:
@@ -138,7 +138,7 @@ def drafted(source: Source, asked: Asked, workers: int | None) -> Draft:
     return Draft(placed, owners, notices, (choice.notice,) if choice.otherwise else ())
 
 
-def devices_of(machine: Machine, devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
+def devices_of(machine: Hardware, devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
     """The device of every worker, from the option ``--devices``; which of them there are is checked where they are.
 
     Args:

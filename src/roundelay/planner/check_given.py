@@ -178,6 +178,6 @@ def _with_holders(draft: Plan, laid: Choices) -> Plan:
 def _num_workers(draft: Plan, schedule: Schedule) -> int:
     """How many workers the plan will have; 0 if that depends on an unknown number of stages."""
     form = LAYOUTS.get(draft.layout)
-    num_stages = draft.num_stages or int(form is not None and not form.deals)
+    num_stages = draft.num_stages or int(form is not None and not form.takes_turns)
     sizes = draft.replicas, draft.mesh_size, draft.micro_batches
     return owners_of(schedule, draft.layout, num_stages, sizes)[1] if num_stages else 0

@@ -80,7 +80,7 @@ def owners_of(
         sizes: replicas, places of the mesh, and micro-batches of a batch.
     """
     replicas, parts, size = sizes
-    if layout in LAYOUTS and LAYOUTS[layout].deals:
+    if layout in LAYOUTS and LAYOUTS[layout].takes_turns:
         counts = [holders_of(stage, num_stages, size) for stage in range(num_stages)]
         return [tuple(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(num_stages)], sum(counts)
     place = schedule.place(num_stages)

@@ -37,7 +37,7 @@ class MeshFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class ModelOnMesh:
     """A model on a plan's mesh.
 
     Args:
@@ -55,7 +55,7 @@ Rewrite = Callable[[Sequence[str]], MeshFacts]
 """From names of softmaxes to the model in which they are written out."""
 
 
-def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> Laid | None:
+def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
     """The model on the workers of a plan's mesh, with its boxings in the graph; None without a mesh.
 
     Raises:
@@ -82,7 +82,7 @@ def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> Laid | None:
         gradients={n: deduction.gradients[place] for n, place in facts.places.items() if place in deduction.gradients},
         states=states,
     )
-    return Laid(graph, deduction, {op.name: op.form for op in facts.ops})
+    return ModelOnMesh(graph, deduction, {op.name: op.form for op in facts.ops})
 
 
 def _deduced(facts: MeshFacts, given: Mapping[str, Signature], outputs: Mapping[str, Wanted], parts: int) -> Deduction:

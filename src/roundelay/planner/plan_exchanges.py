@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
-from roundelay.ir.exchange import ExchangePlan, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
@@ -47,7 +47,8 @@ def check_exchanges(laid: LaidGraph, stages: Partition, reading: Reading) -> Non
     """
     planned = reading.plan.exchanges
     unused = [
-        next((e.unused for e in planned if e.stage == spec.stage and e.kind == WEIGHTS), ()) for spec in stages.stages
+        next((e.unused for e in planned if e.stage == spec.stage and e.kind == WEIGHT_GRADIENT), ())
+        for spec in stages.stages
     ]
     needed = plan_exchanges(laid, stages, reading, unused)
     for i in range(max(len(needed), len(planned))):
@@ -59,9 +60,6 @@ def check_exchanges(laid: LaidGraph, stages: Partition, reading: Reading) -> Non
                 expected=_text(wanted),
                 remedy="Correct the plan, or write a new one with `roundelay plan`.",
             )
-
-
-WEIGHTS = "weight-gradient"
 
 
 def _text(exchange: ExchangePlan | None) -> str:
@@ -95,7 +93,7 @@ def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[
 def _of_states(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, and its weights afterwards."""
     buckets = state_buckets(laid.tensors(names))
-    for kind, phases in ((WEIGHTS, reduce_scatter()), ("weight", all_gather())):
+    for kind, phases in ((WEIGHT_GRADIENT, reduce_scatter()), ("weight", all_gather())):
         yield ExchangePlan(
             stage=spec.stage,
             kind=kind,
@@ -115,7 +113,7 @@ def _of_weights(
     buckets = gradient_buckets(laid.tensors(names))
     return ExchangePlan(
         stage=spec.stage,
-        kind=WEIGHTS,
+        kind=WEIGHT_GRADIENT,
         axis=axis,
         value="",
         segment=0,

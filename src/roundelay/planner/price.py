@@ -20,7 +20,7 @@ from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.recompute_choice import recomputed_ranges
-from roundelay.planner.source import Machine
+from roundelay.planner.source import Hardware
 from roundelay.simulator import simulate
 
 BATCHES = 4
@@ -43,7 +43,7 @@ class Priced:
     batch_s: float
 
 
-def priced(facts: ModelFacts, choices: Choices, machine: Machine) -> Priced:
+def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
     """The plan of choices, with predicted times.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.lower.partition import can_recompute
-from roundelay.lower.recompute_selection import parts_of, parts_within
+from roundelay.lower.recompute_selection import ranges_within, recompute_ranges
 from roundelay.planner.draft_plan import parse_names
 
 
@@ -20,7 +20,7 @@ def choose_modules(
     names: list[str] = []
     for path in checkpointed if backward == "stash" else ():
         separate = not any(path == name or path.startswith(name + ".") for name in names)
-        if separate and any(can_recompute(graph, part) for part in parts_within(graph, path)):
+        if separate and any(can_recompute(graph, part) for part in ranges_within(graph, path)):
             names = [*(name for name in names if not name.startswith(path + ".")), path]
     return tuple(names)
 
@@ -33,4 +33,4 @@ def recomputed_ranges(graph: Graph, plan: Plan) -> tuple[range, ...]:
     """
     if plan.backward == "recompute":
         return (range(len(graph.ops) + 1),)
-    return tuple(range(part.start, part.stop) for part in parts_of(graph, plan.recompute))
+    return tuple(range(part.start, part.stop) for part in recompute_ranges(graph, plan.recompute))

@@ -70,7 +70,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """What planning must know of a host.
 
     Args:

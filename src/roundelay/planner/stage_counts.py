@@ -16,12 +16,12 @@ from roundelay.planner.cut_choice import Cut
 from roundelay.planner.draft_plan import PLAIN
 from roundelay.planner.given_layout import in_pipeline
 from roundelay.planner.holder_choices import parts_of, replicas_of
-from roundelay.planner.source import Machine
+from roundelay.planner.source import Hardware
 from roundelay.schedules import holders_of, schedule_named
 
 
 def num_stages_of(
-    graph: Graph, workers: int | None, given_cut: Cut | None, choices: Choices, machine: Machine, *, requested: bool
+    graph: Graph, workers: int | None, given_cut: Cut | None, choices: Choices, machine: Hardware, *, requested: bool
 ) -> tuple[int, str]:
     """How many stages a plan gets, and why fewer than by default, if so.
 
@@ -65,18 +65,18 @@ def slots_in_layout(draft: Plan, source: int, target: int) -> int:
     take it in turns.
     """
     form = read(draft).form
-    if form is None or not form.deals:
+    if form is None or not form.takes_turns:
         return draft.micro_batches
     on_the_way = (target - source) * draft.micro_batches // (2 * draft.num_stages) + 1
     return -(-on_the_way // holders_of(target, draft.num_stages, draft.micro_batches))
 
 
-def default_devices(machine: Machine, transport: str) -> str:
+def default_devices(machine: Hardware, transport: str) -> str:
     """``cuda`` if there is such a device and the transport can carry its tensors, else ``cpu``."""
     return "cuda" if machine.devices and not transport_named(transport).forks else CPU
 
 
-def default_workers(machine: Machine, holders: int = 1, devices: str | None = None, transport: str = "memory") -> int:
+def default_workers(machine: Hardware, holders: int = 1, devices: str | None = None, transport: str = "memory") -> int:
     """The default number of workers of a replica; fewer if the model has fewer stages.
 
     One per device: those that are named, or every GPU if workers compute on GPUs. On the CPU one per core, at most two;

@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
-from roundelay.planner.source import Divisibility, Machine
+from roundelay.planner.source import Divisibility, Hardware
 from roundelay.planner.stage_counts import default_workers as workers_on
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.num_micro_batches import EXAMINED_BATCHES, examined
@@ -104,11 +104,11 @@ class Examined:
         return needs_whole(self.job, list(self.captured.model.named_parameters()), dict(dims))
 
 
-def machine_here() -> Machine:
+def hardware_here() -> Hardware:
     """This host."""
-    return Machine(usable_cores(), all_threads(torch.get_num_threads), num_cuda_devices())
+    return Hardware(usable_cores(), all_threads(torch.get_num_threads), num_cuda_devices())
 
 
 def default_workers(holders: int = 1, devices: str | None = None, transport: str = "memory") -> int:
     """The default number of workers of a replica on this host; see :func:`roundelay.planner.stage_counts`."""
-    return workers_on(machine_here(), holders, devices, transport)
+    return workers_on(hardware_here(), holders, devices, transport)

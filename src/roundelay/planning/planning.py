@@ -36,7 +36,7 @@ from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
 from roundelay.planning.default_choices import workers_are_open
-from roundelay.planning.examined import Examined, machine_here
+from roundelay.planning.examined import Examined, hardware_here
 from roundelay.planning.job_file import GivenJob, given_job
 from roundelay.planning.make_plan import Planned, PlanRequest, measured_plan, plan_one_or_two_workers
 from roundelay.planning.num_micro_batches import check_counts
@@ -177,7 +177,7 @@ def plan_with_reasons(
     choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S))
     deadline_s = choices.deadline_s or DEADLINE_S
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
-    asked = asked_of(captured.graph, choices, machine_here())
+    asked = asked_of(captured.graph, choices, hardware_here())
     request = PlanRequest(Examined(job, captured, seed, tell), asked)
     if asked.cut is None and workers_are_open(asked.given):
         return plan_one_or_two_workers(request)

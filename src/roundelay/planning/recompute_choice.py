@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import Partition
-from roundelay.lower.recompute_selection import nothing_to_recompute, parts_of
+from roundelay.lower.recompute_selection import nothing_to_recompute, recompute_ranges
 from roundelay.planning.stage_profiler import StageProfile
 
 
@@ -19,7 +19,7 @@ def describe_savings(
     Raises:
         PlanError: a requested module keeps nothing but its inputs and outputs.
     """
-    parts, saved, notices = parts_of(graph, plan.recompute), dict.fromkeys(plan.recompute, 0), []
+    parts, saved, notices = recompute_ranges(graph, plan.recompute), dict.fromkeys(plan.recompute, 0), []
     for stage, profile in zip(stages.stages, measured, strict=True):
         for number, num_bytes in zip(stage.recomputed, profile.spared_bytes, strict=True):
             start = stage.segments[number].start

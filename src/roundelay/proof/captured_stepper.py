@@ -28,7 +28,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.work import works_of
 from roundelay.proof.fidelity_differences import DifferenceChecker
-from roundelay.proof.plain_stepper import Part, Update, generator_now, seed_of
+from roundelay.proof.plain_stepper import MicroBatchPart, Update, generator_now, seed_of
 from roundelay.proof.shared_memory_tensors import Index, SharedTensors
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.stage_state import Stage
@@ -81,7 +81,7 @@ class CapturedStepper:
         self._clip = plan.clip
         self.checker = DifferenceChecker(captured.graph, plan)
 
-    def update(self, parts: Sequence[Part], plain: Update) -> None:
+    def update(self, parts: Sequence[MicroBatchPart], plain: Update) -> None:
         """Train on one batch, and compare the results with plain PyTorch's.
 
         Raises:

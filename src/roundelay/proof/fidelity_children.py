@@ -29,7 +29,7 @@ from roundelay.planning.compile_stages import compile_stages, for_plan
 from roundelay.proof.captured_stepper import CapturedStepper, Tensors
 from roundelay.proof.fidelity_differences import FidelityDifference
 from roundelay.proof.fidelity_in_process import move
-from roundelay.proof.plain_stepper import Part, PlainStepper, Update, seed_of
+from roundelay.proof.plain_stepper import MicroBatchPart, PlainStepper, Update, seed_of
 from roundelay.proof.same_draws import KEY, same_draws
 from roundelay.proof.shared_memory_tensors import SharedTensors
 from roundelay.reach.source_lines import place_of
@@ -65,7 +65,7 @@ class FidelityCase:
     in_process: bool = False
 
 
-def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[Part]]:
+def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[MicroBatchPart]]:
     """The micro-batches of every batch; in plain PyTorch, an uncut batch stays as the loader returned it."""
     g = 0
     for t, (batch, epoch) in enumerate(case.batches):

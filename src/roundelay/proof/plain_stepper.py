@@ -34,7 +34,7 @@ from roundelay.job import Job
 from roundelay.proof.shared_memory_tensors import Index, SharedTensors
 from roundelay.runtime.optimizer.stage_optimizer import choose_alike
 
-Part = tuple[MicroBatch, Batch]
+MicroBatchPart = tuple[MicroBatch, Batch]
 """A micro-batch: its header and the loader's rows for it."""
 
 
@@ -109,7 +109,7 @@ class PlainStepper:
         addresses = [parameter.data_ptr() for _, parameter in self.named if parameter.numel()]
         return len(set(addresses)) < len(addresses)
 
-    def update(self, parts: Sequence[Part]) -> Update:
+    def update(self, parts: Sequence[MicroBatchPart]) -> Update:
         """Train on one batch, cut into these micro-batches."""
         update = Update()
         self.optimizer.zero_grad()

@@ -14,7 +14,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
-from roundelay.ir.exchange import ExchangePlan, reduce_scatter
+from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -211,9 +211,9 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.gives:
         if run.instruction.of:
             packed = _boxed(context, run, channel)
-        elif context.axes[channel] == WEIGHTS:
+        elif context.axes[channel] == ALL_GATHERED:
             packed = context.stage.owned.packed()
-        elif context.axes[channel] == STATES:
+        elif context.axes[channel] == SCATTERED:
             packed = context.stage.gradients.scattered()
         else:
             packed = context.stage.gradients.packed(context.axes[channel], _room(context, run))
@@ -225,9 +225,9 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     """Take what an exchange gives in place of what this holder had."""
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-        if context.axes[channel] == WEIGHTS:
+        if context.axes[channel] == ALL_GATHERED:
             context.stage.owned.gather(parts)
-        elif context.axes[channel] == STATES:
+        elif context.axes[channel] == SCATTERED:
             context.stage.gradients.reduced(parts)
         elif not run.instruction.of:
             context.stage.gradients.unpack(context.axes[channel], parts)
@@ -328,16 +328,16 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
-WEIGHTS, STATES = "weights", "states"
+ALL_GATHERED, SCATTERED = "weights", "states"
 """In place of an exchange's axis: updated weights, and gradients of which each replica updates a part."""
 
 
 def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
     if exchange.kind == "weight":
-        return WEIGHTS
-    scattered = exchange.kind == "weight-gradient" and exchange.phases == reduce_scatter()
-    return STATES if scattered else exchange.axis
+        return ALL_GATHERED
+    scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()
+    return SCATTERED if scattered else exchange.axis
 
 
 HANDLERS: dict[str, Handler] = {

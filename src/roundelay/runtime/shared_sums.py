@@ -15,7 +15,7 @@ import torch
 
 from roundelay.errors import InternalError
 from roundelay.ir.bucket import ALIGNMENT
-from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.sbp import bounds
 from roundelay.ir.work import Work
 from roundelay.runtime.exchange import Parts
@@ -32,7 +32,7 @@ def shared_bytes(works: Sequence[Work]) -> dict[int, int]:
 
 
 def _sums_weights(exchange: ExchangePlan) -> bool:
-    return exchange.kind == "weight-gradient" and exchange.phases == all_reduce()
+    return exchange.kind == WEIGHT_GRADIENT and exchange.phases == all_reduce()
 
 
 def bytes_of_block(exchange: ExchangePlan) -> int:

@@ -16,7 +16,7 @@ from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.segment import Leaves
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
-from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.graph import COUNT, LOSS
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
@@ -312,7 +312,7 @@ class Stage:
                 self.place,
             )
             for exchange in exchanges
-            if exchange.kind == "weight-gradient" and exchange.phases in ((), all_reduce())
+            if exchange.kind == WEIGHT_GRADIENT and exchange.phases in ((), all_reduce())
         }
 
     def tape_bytes(self) -> int:

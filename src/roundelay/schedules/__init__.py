@@ -5,7 +5,7 @@ A schedule is added by a file of this folder that registers it (and an update ru
 
 from roundelay.ir.rule import UpdateRule
 from roundelay.schedules import interleaved, one_stage, zero_bubble
-from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, SYNCHRONOUS, Form, Route, Seat, holders_of, laid_out
+from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, SYNCHRONOUS, Form, Seat, StateRoute, holders_of, laid_out
 from roundelay.schedules.schedule import SCHEDULES, Body, Schedule, actions, register_schedule, schedule_named
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "SYNCHRONOUS",
     "Body",
     "Form",
-    "Route",
     "Schedule",
+    "StateRoute",
     "actions",
     "form_for",
     "holders_of",

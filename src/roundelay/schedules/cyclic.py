@@ -97,7 +97,7 @@ def _replicated(seat: Seat, stages: Sequence[int], num_stages: int, micro_batche
 
 
 def _dealing(seat: Seat, actions: Sequence[Action]) -> Body:
-    """The loop of a worker that has one micro-batch of each batch, the first of which deals the others out.
+    """The loop of a worker that has one micro-batch of each batch, the first of which hands the others out.
 
     Worker i gets its micro-batch when the first one has done i/N of its batch: so each starts as much later.
     """
@@ -168,25 +168,25 @@ def _passes(one: _Round) -> list[Halves]:
     return passes
 
 
-def _wandering(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+def _moving_states(seat: Seat, stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
     """One micro-batch of each batch on each worker, with the states of stages handed from worker to worker.
 
     An update is made by the first worker that a stage's state comes to after the batch's last backward.
     """
     actions: list[Action] = []
     for stage in stages:
-        route = Route(stage, num_stages, seat.size)
+        route = StateRoute(stage, num_stages, seat.size)
         before = [Action(stage, "T", -1), Action(stage, "U", -1)] if route.updater == seat.holder else []
         actions += [*route.held("h", seat.holder), *before, Action(stage, "F", 0), *route.passed("p", seat.holder)]
     for stage in reversed(stages):
-        route = Route(stage, num_stages, seat.size)
+        route = StateRoute(stage, num_stages, seat.size)
         done = Action(stage, "B", 0), Action(stage, "A", 0)
         actions += [*route.held("H", seat.holder), *done, *route.passed("P", seat.holder)]
     return _dealing(seat, actions)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class StateRoute:
     """Where the state of a stage goes in ``zero``.
 
     Args:
@@ -298,9 +298,9 @@ class Form:
         place: number of stages -> for each the worker of a replica that runs it.
         stages_per_worker: how many stages a worker runs; 0 for all.
         replicates: whether each micro-batch has a replica of the pipeline.
-        deals: whether the holders of a stage take micro-batches in turns.
+        takes_turns: whether the holders of a stage take micro-batches in turns.
         sums: whether they sum gradients over time.
-        wanders: whether the states of stages go from holder to holder.
+        moves_states: whether the states of stages go from holder to holder.
         staggered: whether micro-batches start one after another; else all together.
         updates: as in :class:`~roundelay.schedules.schedule.Schedule`.
     """
@@ -310,9 +310,9 @@ class Form:
     place: Callable[[int], tuple[int, ...]] = lambda num_stages: (0,) * num_stages
     stages_per_worker: int = 0
     replicates: bool = False
-    deals: bool = False
+    takes_turns: bool = False
     sums: bool = False
-    wanders: bool = False
+    moves_states: bool = False
     staggered: bool = True
     updates: bool = True
 
@@ -328,10 +328,10 @@ LAYOUTS = {
         _dealt,
         place=lambda num_stages: tuple(range(num_stages)),
         stages_per_worker=1,
-        deals=True,
+        takes_turns=True,
         sums=True,
     ),
-    "zero": Form("cyclic-zero", _wandering, replicates=True, sums=True, wanders=True),
+    "zero": Form("cyclic-zero", _moving_states, replicates=True, sums=True, moves_states=True),
 }
 """The forms of cyclic data parallelism, by name of the layout."""
 

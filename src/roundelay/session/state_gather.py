@@ -71,7 +71,7 @@ class StateGatherer:
         self, holders: int, shapes: Mapping[str, Sequence[int]], on_complete: OnComplete, *, compares: bool = False
     ) -> None:
         self._holders, self._shapes, self._on_complete, self._compares = holders, shapes, on_complete, compares
-        self._parts: dict[int, list[_Part]] = defaultdict(list)
+        self._parts: dict[int, list[_HolderState]] = defaultdict(list)
 
     def take(self, report: Report) -> None:
         """Take one report of the kind ``state``.
@@ -83,12 +83,12 @@ class StateGatherer:
         header = MicroBatch.of(state.header)
         held = None if state.table is None else decode(state.table, report.tensors)
         parts = self._parts[header.g]
-        parts.append(_Part(report.worker, state, held))
+        parts.append(_HolderState(report.worker, state, held))
         if len(parts) == self._holders:
             parts = sorted(self._parts.pop(header.g), key=lambda part: (part.report.stage, part.worker))
             self._on_complete(self._snapshot(header, parts), _checkpoint_parts(parts))
 
-    def _snapshot(self, header: MicroBatch, parts: Sequence[_Part]) -> Snapshot:
+    def _snapshot(self, header: MicroBatch, parts: Sequence[_HolderState]) -> Snapshot:
         """Join what was gathered; the first of several holders of the same counts."""
         states = [part.held for part in parts if part.held is not None and part.report.gathered]
         if not states:
@@ -108,7 +108,7 @@ class StateGatherer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _HolderState:
     """One holder's report, and the state that came with it."""
 
     worker: int
@@ -116,7 +116,7 @@ class _Part:
     held: HeldState | None
 
 
-def _checkpoint_parts(parts: Sequence[_Part]) -> CheckpointParts:
+def _checkpoint_parts(parts: Sequence[_HolderState]) -> CheckpointParts:
     return CheckpointParts(
         tuple([part.report.stored for part in parts if part.report.stored is not None]),
         tuple([(part.worker, part.held) for part in parts if part.held is not None and part.report.to_write]),

@@ -72,7 +72,7 @@ def _refuse_hooks_on_parts(captured: Captured) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RunPart:
     """A part of a run; all parts but the first start with empty stages."""
 
     initial: Initial
@@ -273,22 +273,22 @@ class Session:
         named = without_gradients(self.captured.model)
         return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
 
-    def _parts(self, checkpointer: Checkpointer, record: RunRecord, party: ProcessGroup | None) -> Iterator[Part]:
+    def _parts(self, checkpointer: Checkpointer, record: RunRecord, party: ProcessGroup | None) -> Iterator[RunPart]:
         """The parts of the run: one; or one per epoch where the next epoch's learning rate depends on an evaluation."""
-        part, whole = Part(self.initial, self.extent), self.extent
+        part, whole = RunPart(self.initial, self.extent), self.extent
         if not self.waits:
             yield part
             return
         check_not_launched(party)
         while True:
             record.rates = self._rates(part.initial.numbers).at
-            yield Part(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
+            yield RunPart(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
             last = checkpointer.settle()
             at = position_of(last.header, record.epoch_starts, whole)
             if self.control.ending or at.epoch == whole.epochs or at.updates - whole.start_batch == whole.batches:
                 return
             self.since = at.updates
-            part = Part(self._initial_at(last, tuple(checkpointer.numbers)), _rest(whole, at, self.plan.replicas))
+            part = RunPart(self._initial_at(last, tuple(checkpointer.numbers)), _rest(whole, at, self.plan.replicas))
 
     def _initial_at(self, last: Snapshot, numbers: tuple[float, ...]) -> Initial:
         """The initial state of stages that start empty from a snapshot."""
@@ -333,7 +333,7 @@ class Session:
         check_leader_reads(self.plan)
         self._compile(party)
         use, save_every = fetched_use(party)  # published when all have compiled
-        part = Part(self.initial, replace(self.extent, save_every=save_every))
+        part = RunPart(self.initial, replace(self.extent, save_every=save_every))
         with deterministic(self.plan.deterministic, threads=self.plan.threads):
             return run_follower(self._task(part, use, None), party, unchanged)
 
@@ -365,7 +365,7 @@ class Session:
 
     def _task(
         self,
-        part: Part,
+        part: RunPart,
         use: StateUse,
         prepare: Prepare | None,
         *,

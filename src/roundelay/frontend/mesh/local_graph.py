@@ -30,24 +30,24 @@ from roundelay.ir.sbp import P_MAX, B, P, Signature, Split
 aten = torch.ops.aten
 
 
-class Part(NamedTuple):
+class MeshRank(NamedTuple):
     """One worker of an axis: number ``part`` of ``parts``."""
 
     parts: int
     part: int
 
 
-ONLY = Part(1, 0)
+ONLY = MeshRank(1, 0)
 """Where there is no mesh."""
 
-Place = tuple[int, int, int]
+SplitFields = tuple[int, int, int]
 """The fields of a :class:`~roundelay.ir.sbp.Split`, as an argument of a function in a graph."""
 
 Step = tuple[Callable[..., Any], dict[str, Any]]
 """A function of a tensor, and its other arguments."""
 
 
-def local_graph(exported: Exported, forms: Mapping[str, OpForm], deduction: Deduction, at: Part) -> Exported:
+def local_graph(exported: Exported, forms: Mapping[str, OpForm], deduction: Deduction, at: MeshRank) -> Exported:
     """The exported graph as one worker runs it, with the boxings as operations that pass a value on.
 
     Raises:
@@ -81,7 +81,7 @@ def _local_node(
     node: Node,
     form: OpForm,
     deduction: Deduction,
-    at: Part,
+    at: MeshRank,
 ) -> Node:
     reads = {
         arg: _read(graph, copied, boxed, arg, deduction.uses[node.name, arg.name], at)
@@ -100,7 +100,7 @@ def _local_node(
     return local
 
 
-def _localise_lookup(local: Node, node: Node, row: Row, at: Part) -> None:
+def _localise_lookup(local: Node, node: Node, row: Row, at: MeshRank) -> None:
     """Let a worker look up what its part has of the first tensor, whose indexed dimension is split."""
     table = node.args[0]
     assert isinstance(table, Node)
@@ -111,7 +111,12 @@ def _localise_lookup(local: Node, node: Node, row: Row, at: Part) -> None:
 
 
 def _read(
-    graph: torch.fx.Graph, copied: Mapping[Node, Node], boxed: Mapping[str, Node], arg: Node, use: Use, at: Part
+    graph: torch.fx.Graph,
+    copied: Mapping[Node, Node],
+    boxed: Mapping[str, Node],
+    arg: Node,
+    use: Use,
+    at: MeshRank,
 ) -> Node:
     """What an operation reads in place of a tensor."""
     value = boxed[use.value] if use.value in boxed else copied[arg]
@@ -130,7 +135,7 @@ def _size_of(arg: Node, signature: Signature) -> int:
     return shape[signature.dim] if isinstance(signature, Split) else 0
 
 
-def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
+def _converted(has: Signature, wanted: Signature, at: MeshRank, size: int) -> Step:
     """What makes the one signature from the other without anybody else."""
     if isinstance(wanted, Split) and has == B:
         return take_part, {"split": astuple(wanted), "at": tuple(at)}
@@ -141,7 +146,7 @@ def _converted(has: Signature, wanted: Signature, at: Part, size: int) -> Step:
     return put_part, {"split": astuple(has), "at": tuple(at), "size": size}
 
 
-def _localise(local: Node, node: Node, form: OpForm, row: Row, split: Split, at: Part) -> None:
+def _localise(local: Node, node: Node, form: OpForm, row: Row, split: Split, at: MeshRank) -> None:
     """Give an operation whose result is split the sizes of its part."""
     if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
         _localise_blocks(local, node, split, at)
@@ -167,7 +172,7 @@ def _localise(local: Node, node: Node, form: OpForm, row: Row, split: Split, at:
             local.args = (*local.args[:position], sizes, *local.args[position + 1 :])
 
 
-def _local_size(local: Node, node: Node, given: Any, split: Split, at: Part) -> Any:
+def _local_size(local: Node, node: Node, given: Any, split: Split, at: MeshRank) -> Any:
     """The size of a part: a number, or computed of the whole size where that varies with the batch."""
     if not isinstance(given, Node):
         return _local(node, split, (shape_of(node) or ())[split.dim], at)
@@ -200,7 +205,7 @@ def _first_of_sizes(node: Node) -> int:
     return int(node.args[1]) % len(shape_of(node.args[0]) or ())  # type: ignore[arg-type]
 
 
-def _localise_blocks(local: Node, node: Node, split: Split, at: Part) -> None:
+def _localise_blocks(local: Node, node: Node, split: Split, at: MeshRank) -> None:
     """Where the blocks themselves are split, they become smaller."""
     shape = shape_of(node.args[0]) or ()  # type: ignore[arg-type]
     dim = int(node.args[2] if len(node.args) > 2 else 0) % len(shape)  # type: ignore[arg-type]
@@ -212,7 +217,7 @@ def _localise_blocks(local: Node, node: Node, split: Split, at: Part) -> None:
     local.args = (local.args[0], sizes, *local.args[2:])
 
 
-def _local(node: Node, split: Split, size: Any, at: Part) -> int:
+def _local(node: Node, split: Split, size: Any, at: MeshRank) -> int:
     return split.local_size(_static(node, size), at.parts, at.part)
 
 
@@ -227,7 +232,7 @@ def _static(node: Node, size: Any) -> int:
     return size
 
 
-def part_size(size: int, *, split: Place, at: tuple[int, int]) -> int:
+def part_size(size: int, *, split: SplitFields, at: tuple[int, int]) -> int:
     """The size of one worker's part of a dimension."""
     return Split(*split).local_size(size, *at)
 
@@ -248,14 +253,14 @@ def part_view(x: torch.Tensor, sizes: Sequence[int], *, dims: tuple[int, int]) -
     return x.reshape([x.shape[own] if d == place else others // said if n == -1 else n for d, n in enumerate(sizes)])
 
 
-def take_part(x: torch.Tensor, *, split: Place, at: tuple[int, int]) -> torch.Tensor:
+def take_part(x: torch.Tensor, *, split: SplitFields, at: tuple[int, int]) -> torch.Tensor:
     """The part of one worker of a whole tensor; its gradient is zero elsewhere."""
     of = Split(*split)
     pieces = [x.narrow(of.dim, start, end - start) for start, end in of.ranges(x.shape[of.dim], *at)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, of.dim)
 
 
-def put_part(x: torch.Tensor, *, split: Place, at: tuple[int, int], size: int) -> torch.Tensor:
+def put_part(x: torch.Tensor, *, split: SplitFields, at: tuple[int, int], size: int) -> torch.Tensor:
     """A tensor of the whole shape with one worker's part in its place, zero elsewhere."""
     of, shape, taken = Split(*split), list(x.shape), 0
     shape[of.dim] = size
@@ -302,7 +307,7 @@ def count_once(x: torch.Tensor, *, first: bool) -> torch.Tensor:
 
 
 def split_dropout(
-    x: torch.Tensor, p: float, train: bool, *, draw: RngKey, position: int, of: tuple[Place, tuple[int, int], int]
+    x: torch.Tensor, p: float, train: bool, *, draw: RngKey, position: int, of: tuple[SplitFields, tuple[int, int], int]
 ) -> torch.Tensor:
     """``keyed_dropout`` of a part, with that part of the whole tensor's mask."""
     if not train or p == 0.0 or x.numel() == 0:
@@ -316,7 +321,7 @@ def split_dropout(
     return x * (own.div_(1.0 - p) if p < 1.0 else own)
 
 
-def split_attention(*args: Any, of: tuple[Place, tuple[int, int], int], **options: Any) -> torch.Tensor:
+def split_attention(*args: Any, of: tuple[SplitFields, tuple[int, int], int], **options: Any) -> torch.Tensor:
     """``keyed_attention`` of some heads, with their part of the whole mask."""
     return keyed_attention(*args, dropout=partial(split_dropout, of=of), **options)
 
