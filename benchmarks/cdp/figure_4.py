@@ -36,8 +36,8 @@ from roundelay.comparison.cyclic_costs import chain
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
+from roundelay.planner.choose_cuts import FLOPS, MEMORY_TIME, cut
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
-from roundelay.planner.cut_choice import FLOPS, MEMORY_TIME, cut
 from roundelay.planner.kept_bytes import KeptBytes, SavedStorages, kept_bytes, staggered_bytes
 from roundelay.planner.partition_dp import choose_cuts
 from roundelay.planning.profiling import profiled, saved_storages

@@ -24,8 +24,8 @@ import roundelay
 from benchmarks.common import Asked, alternate, asked, report, spread, table
 from roundelay.frontend import Captured
 from roundelay.ir.transports import TRANSPORTS
+from roundelay.planner.choose_cuts import WAYS
 from roundelay.planner.cost_model import CostParameters, StageCosts, stage_costs
-from roundelay.planner.cut_choice import WAYS
 from roundelay.planning.profiling import profiled
 from roundelay.session.training import Length, Session
 

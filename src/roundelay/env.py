@@ -12,7 +12,7 @@
 
 ``OMP_NUM_THREADS``: torch's intra-op threads, as the person has set them; see :func:`omp_threads`.
 
-``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :mod:`roundelay.launchers`.
+``RANK``, ``WORLD_SIZE`` and others are set by a launcher such as torchrun: see :mod:`roundelay.detect_launcher`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from roundelay import launchers
+from roundelay import detect_launcher
+from roundelay.detect_launcher import LEADER, Launched
 from roundelay.errors import UsageError
-from roundelay.launchers import LEADER, Launched
 
 VARIABLES = {
     "ROUNDELAY_CACHE": "folder of what is kept between runs, such as measured profiles; `none` keeps nothing",
@@ -96,7 +96,7 @@ def omp_threads(environment: Mapping[str, str] | None = None) -> int | None:
     text = now.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_CORES):
         return None
-    return None if text == "1" and launchers.is_torchrun(now) else int(text)
+    return None if text == "1" and detect_launcher.is_torchrun(now) else int(text)
 
 
 def _unknown(name: str, text: str, expected: str) -> UsageError:
@@ -178,35 +178,35 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     Raises:
         UsageError: the launcher's variables are incomplete.
     """
-    return launchers.launched(os.environ if environment is None else environment)
+    return detect_launcher.launched(os.environ if environment is None else environment)
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process."""
-    return launchers.is_launched(os.environ if environment is None else environment)
+    return detect_launcher.is_launched(os.environ if environment is None else environment)
 
 
 def processes_here(environment: Mapping[str, str] | None = None) -> int:
     """How many of a launcher's processes share this host; 1 if none started this process."""
-    return launchers.processes_here(os.environ if environment is None else environment)
+    return detect_launcher.processes_here(os.environ if environment is None else environment)
 
 
 def own_processors(environment: Mapping[str, str] | None = None) -> int | None:
     """How many processors a launcher has given this process for itself; None if it does not say."""
-    return launchers.own_processors(os.environ if environment is None else environment)
+    return detect_launcher.own_processors(os.environ if environment is None else environment)
 
 
 def launched_as(environment: Mapping[str, str] | None = None) -> str | None:
     """The name of this process among a launcher's, such as "worker 1"; None if it was started by hand."""
-    number = launchers.rank_of(os.environ if environment is None else environment)
+    number = detect_launcher.rank_of(os.environ if environment is None else environment)
     return None if number is None else f"worker {number}"
 
 
 def by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher is torchrun, which starts and ends its processes as its own children."""
-    return launchers.is_torchrun(os.environ if environment is None else environment)
+    return detect_launcher.is_torchrun(os.environ if environment is None else environment)
 
 
 def leads(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this process prints results: it was started by hand, or is the launcher's leader (rank 0)."""
-    return launchers.rank_of(os.environ if environment is None else environment) in (None, str(LEADER))
+    return detect_launcher.rank_of(os.environ if environment is None else environment) in (None, str(LEADER))

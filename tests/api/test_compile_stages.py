@@ -15,7 +15,7 @@ from roundelay.frontend.stages.precision import DTYPES
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.planning.planning import capture, plan
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.session.training import Length, Session
 from tests.api.jobs import make
 

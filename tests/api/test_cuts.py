@@ -15,8 +15,8 @@ from roundelay.errors import CaptureError, PlanError, UserCodeError
 from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
-from roundelay.planner import cut_choice
-from roundelay.planner.choices import Choices
+from roundelay.planner import choose_cuts
+from roundelay.planner.plan_options import Choices
 from roundelay.planning import profiling
 from roundelay.planning.planning import plan_with_reasons
 from tests.api.jobs import Tied, loss, make, tokens
@@ -151,7 +151,7 @@ def test_cuts_that_cannot_be_had_are_refused(captured: Captured, what: str) -> N
         roundelay.plan(JOB, captured=captured, cuts=asked, workers=workers)
 
 
-@pytest.mark.parametrize("how", cut_choice.WAYS)
+@pytest.mark.parametrize("how", choose_cuts.WAYS)
 def test_too_many_workers_are_refused_before_anything_is_measured(
     captured: Captured, measured: list[Profile], how: str
 ) -> None:

@@ -20,10 +20,10 @@ from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.partition import partition
-from roundelay.planner.choices import Choices
 from roundelay.planner.cut_reasons import most_at_one_time
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.partition_dp import names_of
+from roundelay.planner.plan_options import Choices
 from roundelay.planning import profiling
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.planning.profiling import saved_storages

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import roundelay
 from roundelay import Job
 from roundelay.ir.plan import Plan
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning import make_plan as making
 from roundelay.planning.default_choices import cores_notice, staleness
 from roundelay.planning.explain_plan import plan_notices

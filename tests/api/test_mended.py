@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roundelay
 from roundelay.errors import PlanError, UsageError
 from roundelay.planning.planning import capture, plan
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.session.training import Length, Session
 
 ROWS = 24

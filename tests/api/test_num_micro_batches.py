@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import roundelay
 from roundelay.errors import DivergedError, JobError, PlanError, RoundelayError
 from roundelay.job import Job
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.make_plan import Planned
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.session.training import Trained

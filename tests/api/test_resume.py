@@ -16,7 +16,7 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import CheckpointError, JobError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.runtime.stage_state import Stage
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.training import Length, Session, Trained

@@ -11,7 +11,7 @@ from torch import nn
 
 import roundelay
 from roundelay.checkpoint.checkpoint import load
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.runtime.loading.batch_reader import read_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.session.events import Drained

@@ -22,7 +22,7 @@ from benchmarks.networks.vit import vit
 from roundelay.frontend import Captured
 from roundelay.frontend.stages.stage_function import StageFunction, StageTape
 from roundelay.ir.graph import Profile
-from roundelay.planner.cut_choice import FLOPS, MEMORY_TIME
+from roundelay.planner.choose_cuts import FLOPS, MEMORY_TIME
 from roundelay.planner.kept_bytes import kept_bytes
 from roundelay.planning import profiling
 from roundelay.planning.profiling import saved_storages

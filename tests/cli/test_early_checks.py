@@ -14,7 +14,7 @@ import roundelay
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.errors import PlanError, UsageError
 from roundelay.ir import rule
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.check_here import check_here
 from tests.cli.harness import MLP, environment, here, one_screen
 from tests.equivalence.cells import bench

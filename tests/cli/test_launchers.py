@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import roundelay
-from roundelay import launchers
+from roundelay import detect_launcher
+from roundelay.detect_launcher import Launched
 from roundelay.doctor import examine
 from roundelay.errors import UsageError
-from roundelay.launchers import Launched
 from roundelay.launching.rendezvous_store import check_interface, open_store
 from tests.api.jobs import make
 from tests.cli.harness import MLP, environment, finish, start
@@ -93,11 +93,11 @@ def test_torchrun_with_a_master_address_works_though_it_keeps_no_store(workplace
 )
 def test_without_a_place_to_meet_they_are_refused_with_the_line_to_type(launcher: str, words: tuple[str, ...]) -> None:
     now = variables(launcher, 1, 4)
-    assert launchers.is_launched(now)
-    assert launchers.rank_of(now) == "1"
+    assert detect_launcher.is_launched(now)
+    assert detect_launcher.rank_of(now) == "1"
     for incomplete in (now, now | {"MASTER_ADDR": "h"}, now | {"MASTER_PORT": "1"}):
         with pytest.raises(UsageError) as told:
-            launchers.launched(incomplete)
+            detect_launcher.launched(incomplete)
         for word in words:
             assert word in str(told.value)
         assert "process 1 of 4" in told.value.got
@@ -126,9 +126,9 @@ def test_the_refusal_is_one_screen_of_every_process_and_nothing_is_trained(workp
     ids=str,
 )
 def test_what_is_left_over_in_a_shell_does_not_hinder(left_over: Mapping[str, str]) -> None:
-    assert not launchers.is_launched(left_over)
-    assert launchers.launched(left_over) is None
-    assert launchers.rank_of(left_over) is None
+    assert not detect_launcher.is_launched(left_over)
+    assert detect_launcher.launched(left_over) is None
+    assert detect_launcher.rank_of(left_over) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_what_is_left_over_in_a_shell_does_not_hinder(left_over: Mapping[str, st
     ],
 )
 def test_hosts_are_known_as_far_as_the_launcher_tells(now: dict[str, str], hosts: int) -> None:
-    found = launchers.launched(now | {"GLOO_SOCKET_IFNAME": "lo"})
+    found = detect_launcher.launched(now | {"GLOO_SOCKET_IFNAME": "lo"})
     assert found is not None
     assert found.nodes == hosts
     assert found.opens_store
@@ -155,7 +155,7 @@ def test_hosts_are_known_as_far_as_the_launcher_tells(now: dict[str, str], hosts
 
 def test_a_number_beyond_their_count_is_refused() -> None:
     with pytest.raises(UsageError, match="process 4 of 4"):
-        launchers.launched({"RANK": "4", "WORLD_SIZE": "4", **MET})
+        detect_launcher.launched({"RANK": "4", "WORLD_SIZE": "4", **MET})
 
 
 def place(**changes: object) -> Launched:

@@ -15,7 +15,7 @@ import pytest
 
 from roundelay.cli import own_processes as own
 from roundelay.errors import UsageError
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from tests.lower.plans import plan_of
 
 

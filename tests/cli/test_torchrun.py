@@ -22,7 +22,7 @@ from roundelay.cli import launched_choices, plan_from_options
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.errors import CheckpointError
 from roundelay.observe.metrics_file import read_metrics
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
 from tests.cli.jobs import mlp
 

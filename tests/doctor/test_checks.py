@@ -13,10 +13,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from roundelay import env
+from roundelay.detect_launcher import Launched
 from roundelay.doctor import HostFacts, examine
 from roundelay.doctor.checks import TORCH, size
 from roundelay.doctor.host import Space, Torch
-from roundelay.launchers import Launched
 from tests.doctor.machines import GIB, WELL, findings, spoiled
 from tests.test_house import PACKAGE, ROOT
 

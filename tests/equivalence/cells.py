@@ -29,7 +29,7 @@ from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planning.on_mesh import laid_of
 from roundelay.planning.planning import capture, fitted, plan
 from roundelay.planning.stage_profiler import profile
-from roundelay.proof.verifying import Verification, verify_session
+from roundelay.proof.run_vs_reference import Verification, verify_session
 from roundelay.schedules import schedule_named
 from roundelay.session.training import Length, Session, Trained
 from roundelay.transport.endpoint import Endpoint

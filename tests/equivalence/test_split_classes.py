@@ -17,7 +17,7 @@ from roundelay.planning.planning import plan as planned
 from roundelay.proof import fidelity_on_mesh
 from roundelay.proof.fidelity_on_mesh import differs_on_mesh
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS
-from roundelay.runtime import exchange
+from roundelay.runtime import collectives
 from tests.equivalence.cells import VARIANTS, Bench
 from tests.equivalence.test_mesh import BY_RULE, held, send_what_is_planned, train_alike
 from tests.equivalence.test_replicas import _double
@@ -132,7 +132,7 @@ def test_tampering_with_one_holder_is_found(way: str) -> None:
 def test_a_sum_in_place_of_the_maximum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are the same but for rounding, as no result depends on the shift: only the bits tell."""
     place = place_of("llama")
-    monkeypatch.setitem(exchange._REDUCED, "max", exchange._sum)  # type: ignore[arg-type]
+    monkeypatch.setitem(collectives._REDUCED, "max", collectives._sum)  # type: ignore[arg-type]
     assert not place.verify(place.on_mesh("1f1b", 1, 2, 2)).equal
 
 

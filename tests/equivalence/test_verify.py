@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import roundelay
 from roundelay.errors import UserCodeError
 from roundelay.job import Named
-from roundelay.proof import verifying
-from roundelay.proof.verifying import Verification
+from roundelay.proof import run_vs_reference
+from roundelay.proof.run_vs_reference import Verification
 from roundelay.runtime.optimizer.stage_optimizer import RateTable
 from roundelay.session.training import Length, Session
 from tests.equivalence.cells import (
@@ -234,7 +234,7 @@ def test_a_model_in_double_precision() -> None:
 
 
 def test_a_loss_that_cannot_be_computed_again_is_told_as_the_persons(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, weights = verifying.run_reference, [1.0] * 99
+    place, weights = run_vs_reference.run_reference, [1.0] * 99
 
     def loss(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         return outputs.square().mean() * weights.pop()
@@ -249,6 +249,6 @@ def test_a_loss_that_cannot_be_computed_again_is_told_as_the_persons(monkeypatch
         batches=lambda epoch: [(torch.ones(4, 3), torch.ones(4))] * 9,
         optimizer=partial(SGD, lr=0.1),
     )
-    monkeypatch.setattr(verifying, "run_reference", run_reference)
+    monkeypatch.setattr(run_vs_reference, "run_reference", run_reference)
     with pytest.raises(UserCodeError, match="the one-process reference: got IndexError: pop from empty list"):
         roundelay.verify(job, plan=roundelay.plan(job, workers=1, rule="gpipe", cuts="equal"), steps=3)

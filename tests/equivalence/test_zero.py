@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adafactor, AdamW
 
-from roundelay.api.recorded_training import train
+from roundelay.api.train_job import train
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
 from roundelay.ir.clip import Clip
@@ -22,8 +22,8 @@ from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planning.planning import plan as planned
+from roundelay.proof.run_vs_reference import verify
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
-from roundelay.proof.verifying import verify
 from roundelay.runtime.state_bucket import StateBucket
 from roundelay.session.checkpointing import Saving
 from roundelay.session.events import Drained, Event

@@ -18,8 +18,8 @@ from torch.nn import functional
 import roundelay
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.planner.choices import Choices
 from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import priced
 from roundelay.planner.source import Hardware
 from roundelay.planning.collect_facts import collect_facts
@@ -30,7 +30,7 @@ PRICER = """
 import json, sys
 sys.modules["torch"] = None
 from pathlib import Path
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.price import priced
 from roundelay.planner.source import Hardware

@@ -12,7 +12,7 @@ from roundelay.checkpoint.checkpoint import Checkpoint, load
 from roundelay.ir.clip import Clip
 from roundelay.ir.loss_scale import LossScale
 from roundelay.proof.reference_start import ReferenceStart
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.session.training import Length, Saving, Session, Trained
 from tests.equivalence.cells import VARIANTS, bench
 from tests.resume.cuts import Trip, differences, every_checkpoint

@@ -22,7 +22,7 @@ from roundelay.ir.rule import UpdateRule, register_rule, rules
 from roundelay.job import Job
 from roundelay.planning.planning import capture, plan
 from roundelay.proof.reference_start import ReferenceStart
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.session.events import Drained, Saved, Updated
 from roundelay.session.resume import changed, load_checkpoint
 from roundelay.session.training import Length, Saving, Session

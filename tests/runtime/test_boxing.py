@@ -13,7 +13,7 @@ from roundelay.ir.sbp import P_MAX, B, P, Signature, Split, local_shape
 from roundelay.lower.signatures import is_local, moved
 from roundelay.reference.mesh import _boxed, part_of
 from roundelay.runtime.boxing import Boxing
-from tests.runtime.test_exchange import Run
+from tests.runtime.test_collectives import Run
 
 SHAPE = (4, 12, 5)
 SPLITS = [Split(0), Split(1), Split(1, 2), Split(1, 1, 3), Split(2)]

@@ -9,7 +9,7 @@ from torch import nn
 
 import roundelay
 from roundelay.errors import NondeterministicError
-from roundelay.proof import verifying
+from roundelay.proof import run_vs_reference
 from roundelay.runtime.processes.determinism import deterministic, nondeterministic
 from tests.api.jobs import make, mlp
 
@@ -47,7 +47,7 @@ def by_chance(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison takes the plan's devices for others than the CPU."""
-    monkeypatch.setattr(verifying, "uses_device", lambda devices: True)
+    monkeypatch.setattr(run_vs_reference, "uses_device", lambda devices: True)
 
 
 def test_a_run_with_an_operation_without_such_a_form_is_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +65,17 @@ def test_then_a_difference_names_the_operation_and_is_no_verdict(monkeypatch: py
     result = roundelay.verify(make(mlp(), loss=by_chance), workers=2, rule="pipedream", steps=4, tamper="stash")
     assert result.difference
     assert NAME in result.nondeterministic
-    assert result.exit_code == verifying.UNPROVED
+    assert result.exit_code == run_vs_reference.UNPROVED
 
 
 def test_so_does_a_difference_from_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     result = roundelay.verify(make(mlp()), workers=2, rule="1f1b", steps=2)
-    differs = verifying.Fidelity(equal=False, difference="the loss in update 1", nondeterministic=NAME)
+    differs = run_vs_reference.Fidelity(equal=False, difference="the loss in update 1", nondeterministic=NAME)
     told = dataclasses.replace(result, equal=False, fidelity=differs)
-    assert told.exit_code == verifying.UNPROVED
+    assert told.exit_code == run_vs_reference.UNPROVED
     assert str(differs).startswith(f"captured = plain PyTorch: cannot be compared: {NAME}")
     both = dataclasses.replace(told, difference="stage 1: update 0 differs")
-    assert both.exit_code == verifying.DIFFERENT
+    assert both.exit_code == run_vs_reference.DIFFERENT
 
 
 def test_a_plan_that_asks_for_such_forms_ends_with_the_operation_s_name() -> None:
@@ -96,6 +96,6 @@ def test_matrix_products_whose_workspace_came_too_late_are_told_apart() -> None:
 def test_what_was_not_compared_is_not_proved() -> None:
     result = roundelay.verify(make(mlp()), workers=2, rule="1f1b", steps=2)
     assert result.exit_code == 0
-    unchecked = dataclasses.replace(result, fidelity=verifying.Fidelity(unchecked="there is no room"))
-    assert unchecked.exit_code == verifying.UNPROVED
-    assert dataclasses.replace(unchecked, equal=False, difference="weights").exit_code == verifying.DIFFERENT
+    unchecked = dataclasses.replace(result, fidelity=run_vs_reference.Fidelity(unchecked="there is no room"))
+    assert unchecked.exit_code == run_vs_reference.UNPROVED
+    assert dataclasses.replace(unchecked, equal=False, difference="weights").exit_code == run_vs_reference.DIFFERENT

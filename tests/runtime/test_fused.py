@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from roundelay.planning.planning import capture, plan
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.runtime.optimizer.stage_optimizer import build_optimizer, narrow
 from roundelay.session.training import Length, Session
 from tests.api.jobs import make

@@ -27,7 +27,7 @@ from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, Worke
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.job import Job
 from roundelay.launching.failure_tracker import GRACE_S, FailureTracker
-from roundelay.proof import plain_baseline, verifying
+from roundelay.proof import plain_baseline, run_vs_reference
 from roundelay.runtime.handlers import Context, do_forward
 from roundelay.runtime.loading import prefetch
 from roundelay.runtime.loading.loader_probe import first_batch, reading_s
@@ -194,7 +194,7 @@ def test_an_evaluation_that_keeps_the_loader_waiting_for_too_long_is_told() -> N
 
 
 def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, place = threading.Event(), verifying._compare_with_reference
+    begun, place = threading.Event(), run_vs_reference._compare_with_reference
 
     def batches(epoch: int) -> Iterator[Batch]:
         return hanging(5 if begun.is_set() else 20, epoch)
@@ -206,7 +206,7 @@ def test_the_reference_waits_no_longer_than_the_run(monkeypatch: pytest.MonkeyPa
     job = small(batches)
     made = roundelay.plan(job, workers=2, rule="pipedream", micro_batches=1, cuts="equal")
     plan = replace(made, deadline_s=2.0)
-    monkeypatch.setattr(verifying, "_compare_with_reference", judged)
+    monkeypatch.setattr(run_vs_reference, "_compare_with_reference", judged)
     with pytest.raises(DeadlineError, match=r"batch 5 of batches\(0\)"):
         roundelay.verify(job, plan=plan, steps=8)
 

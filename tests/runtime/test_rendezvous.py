@@ -13,10 +13,10 @@ import torch
 
 from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
 from roundelay.launching import control_channel
-from roundelay.launching import torchrun_worker as members
+from roundelay.launching import launched_worker as members
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
+from roundelay.launching.launched_worker import run_follower, run_leader
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.launching.torchrun_worker import run_follower, run_leader
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
 from roundelay.runtime.worker import Task, unchanged

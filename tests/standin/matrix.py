@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import SGD, AdamW, Optimizer
 
-from roundelay.api.recorded_training import train
+from roundelay.api.train_job import train
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
 from roundelay.job import Named

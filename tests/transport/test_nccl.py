@@ -13,7 +13,7 @@ import torch
 
 from roundelay.errors import DeadlineError, DivergedError, InternalError, WorkerLostError
 from roundelay.planning.planning import capture, plan
-from roundelay.proof.verifying import verify_session
+from roundelay.proof.run_vs_reference import verify_session
 from roundelay.session.training import Length, Session
 from roundelay.transport.endpoint import DTYPES, Arrived, Lost, Message
 from roundelay.transport.memory import memory_endpoints

@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundelay.api.recorded_training import train
+    from roundelay.api.train_job import train
     from roundelay.comparison.comparison import compare
     from roundelay.planning.examined import default_workers
     from roundelay.planning.planning import capture, plan, simulate
     from roundelay.planning.weights_file import empty_weights, load
-    from roundelay.proof.verifying import verify
+    from roundelay.proof.run_vs_reference import verify
     from roundelay.session.events import Updated
 
 _HOMES = {
@@ -29,8 +29,8 @@ _HOMES = {
     "load": "planning.weights_file",
     "plan": "planning.planning",
     "simulate": "planning.planning",
-    "train": "api.recorded_training",
-    "verify": "proof.verifying",
+    "train": "api.train_job",
+    "verify": "proof.run_vs_reference",
 }
 
 __all__ = [

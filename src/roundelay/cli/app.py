@@ -29,7 +29,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.table_command import table_command
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import InternalError, RoundelayError, UsageError
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.proof.tamper_ways import check_tamper
 
 _INTERRUPTED = 130

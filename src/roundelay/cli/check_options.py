@@ -11,7 +11,7 @@ from roundelay.cli.registered_rules import may_register_rules
 from roundelay.comparison.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.ir.rule import rule_named, rules
 from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 
 
 def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) -> None:

@@ -27,7 +27,7 @@ from roundelay.comparison.comparison_charts import Written, write_comparison
 from roundelay.comparison.comparison_table import COST, KEY, NOTE, QUALITY, Aims, Cell
 from roundelay.comparison.comparison_variants import parse_numbers, parse_pairs, rule_of_cuts
 from roundelay.errors import RunError
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.check_here import check_here
 from roundelay.planning.job_file import job_maker
 from roundelay.session.events import Updated

@@ -10,8 +10,8 @@ from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.launching.launch import needs_launcher
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.planner.choices import Choices
 from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.plan_options import Choices
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.schedules import LAYOUTS, PIPELINE
 

@@ -16,7 +16,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.signals import Grace
 from roundelay.env import launched
 from roundelay.errors import UsageError
-from roundelay.planner.choices import OF_A_RULE, Choice, Choices
+from roundelay.planner.plan_options import OF_A_RULE, Choice, Choices
 
 _T = TypeVar("_T")
 

@@ -23,8 +23,8 @@ from typing import Any
 from roundelay import env
 from roundelay.cli.plan_from_options import plan_files
 from roundelay.errors import UsageError, counted
-from roundelay.planner.choices import Choices
 from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.planning import read_plan
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.runtime.processes.child_process import die_with_parent

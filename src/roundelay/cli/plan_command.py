@@ -9,7 +9,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import show_json, stderr
 from roundelay.cli.text_file import write_text
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.job_file import load_job
 from roundelay.planning.physical_graph import physical_graph

@@ -23,11 +23,11 @@ from roundelay.launching.forked_call import apart
 from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
-from roundelay.planner.choices import DEADLINE_S, Choices
+from roundelay.planner.choose_micro_batches import MicroBatchChoice
 from roundelay.planner.draft_plan import parse_names
 from roundelay.planner.holder_choices import signatures_of
 from roundelay.planner.inherited_choices import common_threads, inherited, sizes_of
-from roundelay.planner.micro_batch_choice import MicroBatchChoice
+from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planning.check_here import check_here
 from roundelay.planning.compile_stages import compile_stages, for_plan
 from roundelay.planning.default_choices import cores_notice

@@ -8,7 +8,7 @@ from typing import Any
 from roundelay.cli.screen import stdout, table
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
-from roundelay.proof.verifying import Verification
+from roundelay.proof.run_vs_reference import Verification
 from roundelay.simulator import Simulation
 
 _COLUMNS = """

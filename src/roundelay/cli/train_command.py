@@ -28,15 +28,15 @@ from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.job_file import load_job
 from roundelay.proof.fidelity_precheck import check_before_training
 from roundelay.proof.plain_baseline import measure
 from roundelay.runtime.state_reports import Gathered
 from roundelay.session.checkpointing import Saving, evaluating, holding_averages
+from roundelay.session.event_writers import RunFolderObserver, tensorboard_observer
 from roundelay.session.events import Observer, broadcast
-from roundelay.session.observers import RunFolderObserver, tensorboard_observer
 from roundelay.session.restarts import rest_of, run_restarting
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.run_record import Trained

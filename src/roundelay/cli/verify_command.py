@@ -10,10 +10,10 @@ from roundelay.cli.screen import announce, show_json
 from roundelay.cli.sim_output import show_verification, verification_json
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import NondeterministicError
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.job_file import load_job
 from roundelay.proof.reference_start import ReferenceStart
-from roundelay.proof.verifying import UNPROVED, check_fidelity, length_or_default, verify_session
+from roundelay.proof.run_vs_reference import UNPROVED, check_fidelity, length_or_default, verify_session
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.training import Session
 

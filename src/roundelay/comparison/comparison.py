@@ -20,8 +20,8 @@ from roundelay.ir.rule import rule_named
 from roundelay.job import Job, OptimizerFactory
 from roundelay.observe.run_folder import RunFolder
 from roundelay.planner.check_given import check_length
-from roundelay.planner.choices import DEADLINE_S, OF_A_RULE, AnyRuleKeywords, Choices, from_keywords, shows_choices
 from roundelay.planner.given_layout import in_pipeline
+from roundelay.planner.plan_options import DEADLINE_S, OF_A_RULE, AnyRuleKeywords, Choices, from_keywords, shows_choices
 from roundelay.planning.check_here import check_here, refuse_launched
 from roundelay.planning.examined import default_workers
 from roundelay.planning.explain_plan import explain
@@ -30,8 +30,8 @@ from roundelay.planning.torch_scope import on_threads
 from roundelay.runtime.loading.loader_epoch import seed_everything
 from roundelay.schedules import schedule_named
 from roundelay.session.checkpointing import Saving, evaluate, holding_averages
+from roundelay.session.event_writers import RunFolderObserver
 from roundelay.session.events import Event, Observer, Updated, samples_per_second
-from roundelay.session.observers import RunFolderObserver
 from roundelay.session.restarts import rest_of
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.run_summary import write_results

@@ -18,9 +18,9 @@ import psutil
 
 from roundelay import env
 from roundelay.cores import CGROUPS, MEMBERSHIP, all_threads, allowed_processors, core_quota, groups, usable_cores
+from roundelay.detect_launcher import Launched
 from roundelay.doctor.fork_probe import forked_backward_error
 from roundelay.errors import UsageError
-from roundelay.launchers import Launched
 
 _NO_LIMIT = 1 << 62
 """Version 1 of control groups writes a number near 2^63 where there is no limit."""

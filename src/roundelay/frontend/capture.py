@@ -13,12 +13,12 @@ from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.errors import CaptureError, RoundelayError, counted
 from roundelay.frontend import batch as batches
 from roundelay.frontend.batch import Batch, fields, layout, num_rows, twice
+from roundelay.frontend.changed_settings import ExternalMutations
 from roundelay.frontend.describe_graph import describe_graph
 from roundelay.frontend.export.activation_checkpointing import recording_checkpoints
 from roundelay.frontend.export.export import Exported, Role, export, first_of_storages, refuse_failing
 from roundelay.frontend.export.export_adapter import Inputs, LazyBuffer
 from roundelay.frontend.export.recurrent import flatten, weights_of
-from roundelay.frontend.external_mutation import ExternalMutations
 from roundelay.frontend.few_rows import Rows, row_steps, same_small_sizes, sizes_of
 from roundelay.frontend.graph_inputs import GraphInputs
 from roundelay.frontend.graph_outputs import move_buffer_writes_up, spans_of_output_buffers, wrap_outputs

@@ -16,7 +16,7 @@ from roundelay.frontend.batch import Batch, copy_batch, in_step, num_rows, repla
 from roundelay.frontend.export.export_adapter import default_inputs
 from roundelay.frontend.export.gradient_hooks import hooks_of
 from roundelay.frontend.loss_metrics import split as split_metrics
-from roundelay.guards.cross_call_state import refuse_state, state_of
+from roundelay.guards.python_state import refuse_state, state_of
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import isolated
 from roundelay.reach.reachable_state import DEFAULT_GENERATORS, Change, ReachableState

@@ -20,8 +20,8 @@ from typing import final
 
 import torch
 
+from roundelay.detect_launcher import LEADER
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
-from roundelay.launchers import LEADER
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Kind, Report, Reporter, decode, encode
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 

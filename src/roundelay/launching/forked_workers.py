@@ -28,8 +28,8 @@ from roundelay.launching.threaded_workers import COALESCE_S, take_reports
 from roundelay.runtime.loading.prefetch import ENDING
 from roundelay.runtime.processes.child_process import fork
 from roundelay.runtime.processes.worker_messages import Report, ReportAssembler, failure, write_report
-from roundelay.runtime.shared_sums import shared_bytes
-from roundelay.runtime.sum_blocks import sum_bytes
+from roundelay.runtime.shm_allreduce import shared_bytes
+from roundelay.runtime.shm_chained_sums import sum_bytes
 from roundelay.runtime.worker import Task, Wrap, work
 from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint

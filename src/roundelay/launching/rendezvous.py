@@ -18,10 +18,10 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
+from roundelay.detect_launcher import LEADER, Launched
 from roundelay.errors import WorkerLostError
 from roundelay.ir.program import SCALARS, Program
 from roundelay.ir.work import Work
-from roundelay.launchers import LEADER, Launched
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable
 from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
 from roundelay.runtime.device import Device

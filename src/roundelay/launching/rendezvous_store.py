@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from roundelay.detect_launcher import LEADER, Launched
 from roundelay.errors import UsageError, WorkerLostError
-from roundelay.launchers import LEADER, Launched
 
 MEET_S, OPENED_S = 30.0, 300.0
 """Seconds in which the launcher's store must answer, and in which worker 0 must have opened one: it imports torch

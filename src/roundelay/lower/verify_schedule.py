@@ -110,7 +110,7 @@ def check_run(reading: Reading, counts: Sequence[int], fired: Sequence[Sequence[
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(reading, holder, counts, headers[f.g], f)
-            elif f.opcode == "sum" and f.version < batch_of[f.g] - 1:  # else runtime/sum_blocks.py has too few blocks
+            elif f.opcode == "sum" and f.version < batch_of[f.g] - 1:  # shm_chained_sums.py has blocks for no more
                 place = f"stage {f.stage}, sum of the batch of micro-batch {f.g}"
                 raise _violation(reading, place, f"version {f.version}", f"version {batch_of[f.g] - 1} or a newer one")
             elif f.opcode == "update" and schedule.window != "slots" and f.entry - 1 != norm_read(reading, counts, f.g):

@@ -20,16 +20,16 @@ from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import Reading, read
-from roundelay.planner.choices import Choices
-from roundelay.planner.cut_choice import MEASURED, Cut, Stages, cut, cut_by_names
+from roundelay.planner.choose_cuts import MEASURED, Cut, Stages, cut, cut_by_names
+from roundelay.planner.choose_micro_batches import choose_micro_batches
+from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import lay, states_of, tensor_parallel
-from roundelay.planner.micro_batch_choice import choose_micro_batches
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.plan_exchanges import plan_exchanges
-from roundelay.planner.recompute_choice import choose_modules
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware, Source
 from roundelay.planner.split_states import split_states
 from roundelay.planner.stage_counts import default_devices, num_stages_of, slots_in_layout

@@ -18,10 +18,10 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.sbp import Split
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_devices, check_num_threads, check_settings
-from roundelay.planner.choices import Choices
 from roundelay.planner.draft_plan import TENSOR, default_rule, draft_plan, parse_names
 from roundelay.planner.given_layout import in_layout, in_pipeline, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.planner.plan_options import Choices
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for
 
 FULL, QUICK, OFF = CHECKS = ("full", "quick", "off")

@@ -12,8 +12,8 @@ from roundelay.ir.plan import FORMAT, Plan
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import HALF, PRECISIONS
-from roundelay.planner.choices import DEADLINE_S, Choices
 from roundelay.planner.holder_choices import parts_of, replicas_of
+from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundelay.errors import PlanError, did_you_mean
-from roundelay.planner.choices import Choices, flag
+from roundelay.planner.plan_options import Choices, flag
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, holders_of
 
 REPLICATED, OTHERWISE = 2, 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.schedules import PIPELINE
 
 

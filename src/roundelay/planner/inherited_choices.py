@@ -7,8 +7,8 @@ from typing import Any
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.planner.choices import Choices
 from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.plan_options import Choices
 from roundelay.schedules import PIPELINE, schedule_named
 
 _ALWAYS = ("rule", "compile", "precision", "deterministic", "transport", "deadline_s")

@@ -14,12 +14,12 @@ from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
-from roundelay.planner.choices import Choices
+from roundelay.planner.choose_recompute import recomputed_ranges
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
-from roundelay.planner.recompute_choice import recomputed_ranges
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
 from roundelay.simulator import simulate
 

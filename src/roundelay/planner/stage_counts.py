@@ -10,12 +10,12 @@ from roundelay.ir.rule import rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.reading import read
 from roundelay.planner.check_given import check_num_workers
-from roundelay.planner.choices import Choices
+from roundelay.planner.choose_cuts import Cut
 from roundelay.planner.cost_model import boundaries_of
-from roundelay.planner.cut_choice import Cut
 from roundelay.planner.draft_plan import PLAIN
 from roundelay.planner.given_layout import in_pipeline
 from roundelay.planner.holder_choices import parts_of, replicas_of
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
 from roundelay.schedules import holders_of, schedule_named
 

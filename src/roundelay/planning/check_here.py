@@ -8,7 +8,7 @@ from roundelay.ir.device_names import listed_devices
 from roundelay.ir.transports import transport_named
 from roundelay.launching.launch import needs_launcher
 from roundelay.planner.check_given import check_given
-from roundelay.planner.choices import Choices
+from roundelay.planner.plan_options import Choices
 from roundelay.runtime.device import default_devices, resolve_devices
 
 

@@ -9,9 +9,9 @@ import torch
 
 from roundelay.frontend.batch import Batch, in_step, num_rows, split
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.planner.choices import DEADLINE_S, Choices
 from roundelay.planner.draft_plan import PLAIN, draft_plan
 from roundelay.planner.model_facts import AtRows, ModelFacts, plain_mesh
+from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.split_states import longest_dimensions
 from roundelay.planning.examined import Examined
 from roundelay.planning.profiling import profiled, saved_storages

@@ -12,8 +12,8 @@ from roundelay.errors import counted
 from roundelay.ir.device_names import CPU
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.planner.choices import Choices
 from roundelay.planner.given_layout import in_pipeline
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import batch_s
 from roundelay.runtime.device import default_devices
 from roundelay.schedules import PIPELINE, schedule_named

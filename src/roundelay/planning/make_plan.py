@@ -18,7 +18,7 @@ from roundelay.ir.stage import Partition
 from roundelay.job import Job
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import Asked, Candidate, Draft, candidate, drafted
-from roundelay.planner.micro_batch_choice import MicroBatchChoice, choose_micro_batches
+from roundelay.planner.choose_micro_batches import MicroBatchChoice, choose_micro_batches
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
@@ -26,7 +26,7 @@ from roundelay.planning.default_choices import choose_faster
 from roundelay.planning.examined import Examined
 from roundelay.planning.memory_limit import check_memory
 from roundelay.planning.on_mesh import on_mesh
-from roundelay.planning.recompute_choice import describe_savings
+from roundelay.planning.recompute_savings import describe_savings
 from roundelay.planning.stage_profiler import StageProfile, profile
 from roundelay.planning.torch_scope import in_child, on_threads, user_code
 from roundelay.runtime.device import check_devices_exist

@@ -31,8 +31,8 @@ from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
 from roundelay.planner.candidate import asked_of
-from roundelay.planner.choices import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
+from roundelay.planner.plan_options import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
 from roundelay.planning.default_choices import workers_are_open
@@ -97,8 +97,8 @@ def plan(job: GivenJob, *, seed: int = 0, captured: Captured | None = None, **ch
         job: the job.
         seed: of the sample batch.
         captured: the job's model if it has been captured already.
-        choices: what to choose, as :class:`roundelay.planner.choices.Choices` says: ``workers``, ``rule``, ``cuts``,
-            ``micro_batches`` and others, which are options of the command line too. None means not given.
+        choices: what to choose, as :class:`roundelay.planner.plan_options.Choices` says: ``workers``, ``rule``,
+            ``cuts``, ``micro_batches`` and others, which are options of the command line too. None means not given.
 
     Raises:
         CaptureError: the model cannot be captured, or cannot be cut into so many stages.

@@ -1,10 +1,11 @@
 """Compares the training of a captured job with the user's program in plain PyTorch: the first part of the proof.
 
-A run is compared with its reference (:mod:`roundelay.proof.verifying`), but both compute with what capture has made of
-the job: its graph, its loss, its optimizer stage by stage. Here these are compared with the user's program: the user's
-objects train in the usual loop (:mod:`roundelay.proof.plain_stepper`), then the plan's stages do, one micro-batch after
-the other (:mod:`roundelay.proof.captured_stepper`). Each runs in a forked child, so that the job's own state stays as
-it was; a job that computes on a GPU is compared there, in this process (:mod:`roundelay.proof.fidelity_in_process`).
+A run is compared with its reference (:mod:`roundelay.proof.run_vs_reference`), but both compute with what capture has
+made of the job: its graph, its loss, its optimizer stage by stage. Here these are compared with the user's program:
+the user's objects train in the usual loop (:mod:`roundelay.proof.plain_stepper`), then the plan's stages do, one
+micro-batch after the other (:mod:`roundelay.proof.captured_stepper`). Each runs in a forked child, so that the job's
+own state stays as it was; a job that computes on a GPU is compared there, in this process
+(:mod:`roundelay.proof.fidelity_in_process`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from roundelay.ir.stage import Partition
 from roundelay.lower.reading import read
 from roundelay.proof.tamper_sums import tampered_sums
 from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 from roundelay.runtime.handlers import HANDLERS, SCATTERED, Context, Handler, do_forward, do_unbox, do_update
 
 

@@ -9,7 +9,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.proof.tamper_ways import HOP, STALE_SUM
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 from roundelay.runtime.handlers import Context, Handler, do_backward, do_sum, do_update
 
 Sums = tuple[dict[str, torch.Tensor], float]

@@ -9,7 +9,7 @@ import torch
 
 from roundelay.ir.boxing import exchanged_shape, place_of
 from roundelay.ir.sbp import Signature, Split
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 
 
 @dataclass(frozen=True, slots=True)

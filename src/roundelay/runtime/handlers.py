@@ -20,7 +20,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing import Boxing
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.links import Room
 from roundelay.runtime.loss_scaler import LossScaler

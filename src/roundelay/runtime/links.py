@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from roundelay.ir.program import Channel
-from roundelay.runtime.exchange import Exchange, Parts, Piece
-from roundelay.runtime.shared_sums import SharedSum, Told
-from roundelay.runtime.sum_blocks import SumBlocks
+from roundelay.runtime.collectives import Exchange, Parts, Piece
+from roundelay.runtime.shm_allreduce import SharedSum, Told
+from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.transport.endpoint import Endpoint, Message
 
 Deliver = Callable[[Message], None]

@@ -27,11 +27,11 @@ from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.moving_state import Carried, MovingState
 from roundelay.runtime.older_versions import OlderVersions
 from roundelay.runtime.optimizer_steps import OptimizerSteps
 from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
-from roundelay.runtime.wandering_state import Carried, WanderingState
 from roundelay.transport.endpoint import Value
 from roundelay.weight_prediction import LastStep
 
@@ -106,7 +106,7 @@ class Stage:
         self.in_flight = ResumeState(flight, place, anew=anew)
         self._older = OlderVersions(kept_at(flight, place), saves_before=anew and own.reads_older)
         carried = Carried(self._older.kept, self.in_flight.recorded)
-        self._wandering = WanderingState(self.parameters, self.buffers, self.gradients, carried)
+        self._moving = MovingState(self.parameters, self.buffers, self.gradients, carried)
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
@@ -273,15 +273,15 @@ class Stage:
 
     def leave_state(self) -> None:
         """Have no weights at the beginning: another holder has the stage's state."""
-        self._wandering.leave()
+        self._moving.leave()
 
     def pass_state(self, version: int) -> tuple[Value, ...]:
         """Hand on the stage's state, after so many updates, as a message."""
-        return self._wandering.pass_on(version, awaited=bool(self.tapes))
+        return self._moving.pass_on(version, awaited=bool(self.tapes))
 
     def take_state(self, version: int, message: tuple[Value, ...]) -> None:
         """Take the stage's state from such a message."""
-        self._wandering.take(version, message)
+        self._moving.take(version, message)
         self._leaves = None
 
     def live(self) -> Mapping[str, torch.Tensor]:

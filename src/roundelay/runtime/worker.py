@@ -39,10 +39,10 @@ from roundelay.runtime.processes.determinism import use_threads
 from roundelay.runtime.processes.device_failure import has_failed, keep
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
-from roundelay.runtime.shared_sums import block_of
+from roundelay.runtime.shm_allreduce import block_of
+from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
-from roundelay.runtime.sum_blocks import SumBlocks
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
 Loop = Generator[bool, None, None]

@@ -4,7 +4,7 @@ A schedule is added by a file of this folder that registers it (and an update ru
 """
 
 from roundelay.ir.rule import UpdateRule
-from roundelay.schedules import interleaved, one_stage, zero_bubble
+from roundelay.schedules import gpipe_1f1b, interleaved, zero_bubble
 from roundelay.schedules.cyclic import LAYOUTS, PIPELINE, SYNCHRONOUS, Form, Seat, StateRoute, holders_of, laid_out
 from roundelay.schedules.schedule import SCHEDULES, Body, Schedule, actions, register_schedule, schedule_named
 
@@ -19,9 +19,9 @@ __all__ = [
     "StateRoute",
     "actions",
     "form_for",
+    "gpipe_1f1b",
     "holders_of",
     "interleaved",
-    "one_stage",
     "register_schedule",
     "schedule_for",
     "schedule_named",

@@ -12,9 +12,9 @@ import msgspec
 
 from roundelay.checkpoint.atomic_files import unwritten
 from roundelay.checkpoint.stored_files import make_probe
+from roundelay.detect_launcher import LEADER
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
-from roundelay.launchers import LEADER
 from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.runtime.state_reports import StateUse
 

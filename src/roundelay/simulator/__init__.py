@@ -1,6 +1,6 @@
 """The simulator: the runtime's own machines on a virtual clock, without threads, processes or torch."""
 
-from roundelay.simulator.clock import Vary, simulate
-from roundelay.simulator.simulation import Interval, Simulation, WorkerReport
+from roundelay.simulator.simulation import Vary, simulate
+from roundelay.simulator.simulation_result import Interval, Simulation, WorkerReport
 
 __all__ = ["Interval", "Simulation", "Vary", "WorkerReport", "simulate"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from roundelay.ir.program import KEPT, Program
-from roundelay.simulator.simulation import Interval
+from roundelay.simulator.simulation_result import Interval
 
 
 class StageBytes(Protocol):

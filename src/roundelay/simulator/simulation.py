@@ -1,119 +1,280 @@
-"""What a simulation gives: every instruction with its times, and the times and peaks of each worker."""
+"""The simulator: runs the runtime's own machines on a virtual clock, without threads, processes or torch.
+
+Times come from the plan: seconds of each stage's forward, backward and update, seconds to read a micro-batch, and
+latency and bandwidth of messages. The result is the sequence of events with their times and peak memory; nothing is
+computed by formula.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from roundelay.ir.micro_batch import Load
-from roundelay.observe.trace import Span
+from roundelay.actor.data_reader import Reader
+from roundelay.actor.machine import Machine, Run
+from roundelay.errors import PlanError
+from roundelay.ir.micro_batch import MicroBatch
+from roundelay.ir.plan import Plan
+from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
+from roundelay.lower.channels import exchanges_of
+from roundelay.lower.reading import read
+from roundelay.simulator.held_by_stage import peaks
+from roundelay.simulator.simulation_result import Interval, Simulation, WorkerReport
 
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One executed instruction, with its times in seconds from the start of the run, and channels it uses."""
-
-    worker: int
-    stage: int
-    opcode: str
-    g: int
-    version: int
-    reads: int
-    keep: int | None
-    distance: int
-    entry: int
-    start_s: float
-    end_s: float
-    batch: int
-    of: str
-    continues: bool
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
+Vary = Callable[[int, Run, float], float]
+"""From a worker, an instruction and its predicted seconds to the seconds that it takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """Times and peaks of one simulated worker.
+def simulate(
+    plan: Plan,
+    programs: Sequence[Program],
+    micro_batches: Sequence[MicroBatch],
+    in_flight: Sequence[Mapping[int, int]] | None = None,
+    vary: Vary = lambda worker, run, seconds: seconds,
+) -> Simulation:
+    """Run ``programs`` on a virtual clock.
 
     Args:
-        busy_s: seconds in which it computes.
-        data_s: seconds in which it waits for data.
-        registers_peak: most registers of data in use at one time.
-        tapes_peak: most tapes at one time, on all of its stages.
-        owed_peak: most backwards at one time whose weight half is pending, on all of its stages.
-        tape_bytes_peak: most bytes that both hold at one time.
-        versions_read: smallest and largest difference between the batch of a forward and the version it reads.
-        weight_bytes_peak: most bytes of its stages' newest weights that it has at one time: all, unless states wander.
-        version_bytes_peak: most bytes of all versions of its stages' weights that it has at one time.
-        versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
-        unread_peak: for each channel into it, most messages on the way or unread at one time.
-        unread_bytes_peak: bytes of these messages, summed over the channels.
+        plan: the plan, which has the times.
+        programs: one per worker, emitted from that plan.
+        micro_batches: headers of the micro-batches to run.
+        in_flight: for a run resumed with micro-batches in flight, the argument of each
+            :class:`~roundelay.actor.machine.Machine`.
+        vary: from a worker, an instruction that computes and its predicted seconds to those that it takes.
+
+    Raises:
+        PlanError: the programs deadlock or leave messages unread, or there is no micro-batch.
     """
-
-    busy_s: float
-    data_s: float
-    registers_peak: int
-    tapes_peak: int
-    owed_peak: int
-    tape_bytes_peak: int
-    weight_bytes_peak: int
-    version_bytes_peak: int
-    versions_read: tuple[int, int]
-    versions_held_peak: int
-    unread_peak: dict[int, int] = field(hash=False)
-    unread_bytes_peak: int
+    if not micro_batches:
+        raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
+    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
+    clock.run()
+    return clock.report()
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A simulated run.
+class _Clock:
+    """The virtual clock: a heap of (time, order, worker, event)."""
 
-    Args:
-        makespan_s: seconds from the first event to the last.
-        intervals: every instruction, ordered by start.
-        events: for each worker, its fired instructions as text, in order.
-        workers: one report for each worker.
-        loads: every batch that a reader loaded, in order; empty if loading takes no time.
-    """
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Sequence[Program],
+        micro_batches: Sequence[MicroBatch],
+        in_flight: Sequence[Mapping[int, int] | None],
+        vary: Vary,
+    ) -> None:
+        self.plan, self.vary = plan, vary
+        every = {header.g: header for header in micro_batches}
+        self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
+        first = micro_batches[0]
+        self.machines = [
+            Machine(program, first.g, first.batch, redone) for program, redone in zip(programs, in_flight, strict=True)
+        ]
+        self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
+        self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
+        self.bytes = _message_bytes(plan, self.channels)
+        self.exchange_s = _exchange_seconds(plan, self.channels)
+        lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
+        self.parts = Counter(line[:3] for line in lines)
+        self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
+        self.now = 0.0
+        self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self.num_pushed = 0
+        self.intervals: list[Interval] = []
+        self.events: list[list[str]] = [[] for _ in programs]
+        self.link_free = dict.fromkeys(self.channels, 0.0)
+        self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
+        self.on_way_peak: dict[tuple[int, int], int] = {}
 
-    makespan_s: float
-    intervals: tuple[Interval, ...]
-    events: tuple[tuple[str, ...], ...]
-    workers: tuple[WorkerReport, ...]
-    loads: tuple[Load, ...]
+    def run(self) -> None:
+        """Run until every machine has halted."""
+        for worker in range(len(self.machines)):
+            self.fire(worker)
+        while self.heap:
+            self.now, _, worker, event = heapq.heappop(self.heap)
+            event()
+            self.fire(worker)
+        stuck = [machine for machine in self.machines if not machine.halted]
+        unread_channels = [c for machine in self.machines for c, unread in machine.unread.items() if unread]
+        if not stuck and unread_channels:
+            raise PlanError(
+                "the programs of the plan",
+                got=f"messages left unread on channel {unread_channels[0]}",
+                expected="every message that is sent to be taken",
+                remedy="Report this as a bug of Roundelay, with the plan.",
+            )
+        if stuck:
+            raise PlanError(
+                "the programs of the plan",
+                got="a deadlock: " + "; ".join(f"worker {m.program.worker}: {m.waits_for()}" for m in stuck),
+                expected="enough slots for every worker to go on",
+                remedy="Raise `slots` of the edges that are waited for.",
+            )
 
-    def __repr__(self) -> str:
-        return (
-            f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
-            f"intervals={len(self.intervals)})"
+    def push(self, delay: float, worker: int, event: Callable[[], None]) -> None:
+        """Schedule an event of ``worker``, ``delay`` seconds from now."""
+        self.num_pushed += 1
+        heapq.heappush(self.heap, (self.now + delay, self.num_pushed, worker, event))
+
+    def fire(self, worker: int) -> None:
+        """Start the next instruction of the worker if it can run now, and schedule its end."""
+        run = self.machines[worker].fire()
+        if run is None:
+            return
+        loads = run.instruction.opcode in ("read", "deal") and not run.takes
+        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
+        for channel, _ in run.gives:
+            self.count(channel, self.consumer(channel, worker, run.g), 1)
+        self.events[worker].append(str(run))
+        if run.header is not None:
+            self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
+        self.push(seconds, worker, partial(self.finish, worker, run, self.now))
+
+    def finish(self, worker: int, run: Run, start_s: float) -> None:
+        """End an instruction: send its messages and grants; those within the worker arrive at once."""
+        header, line = self.header(worker, run), run.instruction
+        entry = run.header.entry if run.header is not None else 0
+        weights = run.version, run.reads, run.keep, run.distance, entry
+        what = line.of, line.continues, line.takes, line.gives
+        self.intervals.append(
+            Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, self.now, header.batch, *what)
+        )
+        self.machines[worker].finish(header if run.instruction.opcode in ("read", "deal") else None)
+        for number, _ in run.gives:
+            if self.channels[number].phases:
+                self.box(number, header)
+            else:
+                self.send(number, worker, header)
+        for number, _ in run.takes:
+            self.count(number, worker, -1)
+            channel = self.channels[number]
+            producer = worker if channel.phases else channel.refilled_by(run.g).worker
+            grant_s = 0.0 if producer == worker else self.plan.latency_s
+            self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
+
+    def header(self, worker: int, run: Run) -> MicroBatch:
+        """The header that goes with an instruction's messages; those of a stage's state tell its updates."""
+        known = self.headers[worker].get(run.g)
+        if run.instruction.opcode == "pass" or known is None:
+            return MicroBatch(run.g, run.version, 0, 1, 0, 1, 0, 0, 0, entry=run.version)
+        return known
+
+    def send(self, number: int, worker: int, header: MicroBatch) -> None:
+        """Let a message arrive."""
+        consumer = self.channels[number].target_of(header.g).worker
+        arrive = partial(self.machines[consumer].arrive, number, header)
+        self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
+
+    def box(self, number: int, header: MicroBatch) -> None:
+        """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
+        holders, key = self.channels[number].targets, (number, header.g)
+        self.boxed[key] = self.boxed.get(key, 0) + 1
+        if self.boxed[key] == len(holders):
+            del self.boxed[key]
+            for port in holders:
+                known = self.headers[port.worker][header.g]
+                arrive = partial(self.machines[port.worker].arrive, number, known)
+                self.push(self.exchange_s[number], port.worker, arrive)
+
+    def consumer(self, number: int, worker: int, g: int) -> int:
+        """The worker that gets what this one gives of a micro-batch: in an exchange itself."""
+        return worker if self.channels[number].phases else self.channels[number].target_of(g).worker
+
+    def count(self, number: int, consumer: int, change: int) -> None:
+        """Count a message on the way to a worker, or unread."""
+        key = number, consumer
+        self.on_way[key] = self.on_way.get(key, 0) + change
+        self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
+
+    def transfer_s(self, channel: int) -> float:
+        """Return the seconds until a message sent now arrives; messages of one channel are sent one by one."""
+        start = max(self.now, self.link_free[channel])
+        self.link_free[channel] = start + self.bytes[channel] / self.plan.bytes_per_s
+        return self.link_free[channel] + self.plan.latency_s - self.now
+
+    def load_s(self, worker: int, g: int) -> float:
+        """Return the seconds until the micro-batch to be read now is in a register."""
+        header, reader = self.headers[worker][g], self.readers.get(worker)
+        if reader is None:
+            raise PlanError(
+                f"the program of worker {worker}",
+                got="a deadlock: `read` without a register",
+                expected="registers for what it reads",
+                remedy="Report this as a bug of Roundelay, with the plan.",
+            )
+        batch_s = self.plan.read_s * header.count * self.plan.replicas
+        return reader.request(header.batch, batch_s, self.now) - self.now
+
+    def compute_s(self, worker: int, run: Run) -> float:
+        """Return the predicted seconds of an instruction that computes."""
+        stage = self.plan.stages[run.stage]
+        recompute_s = stage.forward_s if run.instruction.mode == "recompute" else 0.0
+        weights_s = 0.0 if self.machines[worker].program.owed else stage.weights_s
+        times = {
+            "forward": stage.forward_s,
+            "backward": stage.backward_s + recompute_s + weights_s,
+            "backward-weight": stage.weights_s,
+            "update": stage.update_s,
+        }
+        # the others take next to nothing, and parts of a forward are taken to be equal
+        return times.get(run.instruction.opcode, 0.0) / self.parts[worker, run.stage, run.instruction.opcode]
+
+    def report(self) -> Simulation:
+        """Return the simulated run."""
+        own: dict[int, list[Interval]] = {machine.program.worker: [] for machine in self.machines}
+        for interval in self.intervals:
+            own[interval.worker].append(interval)
+        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
+        return Simulation(
+            makespan_s=max(interval.end_s for interval in ordered),
+            intervals=ordered,
+            events=tuple(tuple(events) for events in self.events),
+            workers=tuple(self._worker(machine.program, own[machine.program.worker]) for machine in self.machines),
+            loads=tuple(load for reader in self.readers.values() for load in reader.loads if self.plan.read_s),
         )
 
-    def intervals_of(self, worker: int) -> list[Interval]:
-        """Return the instructions of one worker, in order."""
-        return [interval for interval in self.intervals if interval.worker == worker]
+    def _worker(self, program: Program, intervals: Sequence[Interval]) -> WorkerReport:
+        held = peaks(program, self.plan.stages, intervals)
+        staleness = [self.headers[program.worker][i.g].batch - i.reads for i in intervals if i.opcode == "forward"]
+        incoming = [c.id for c in program.channels if c.read_by(program.worker)]
+        unread = {number: self.on_way_peak.get((number, program.worker), 0) for number in incoming}
+        return WorkerReport(
+            busy_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share != "data"),
+            data_s=sum(i.end_s - i.start_s for i in intervals if OPCODES[i.opcode].share == "data"),
+            registers_peak=self.readers[program.worker].peak if program.worker in self.readers else 0,
+            tapes_peak=held["tapes"],
+            owed_peak=held["owed"],
+            tape_bytes_peak=held["tape_bytes"],
+            weight_bytes_peak=held["weight_bytes"],
+            version_bytes_peak=held["version_bytes"],
+            versions_read=(min([0, *staleness]), max([0, *staleness])),
+            versions_held_peak=held["versions"],
+            unread_peak=unread,
+            unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
+        )
 
-    def spans(self) -> list[Span]:
-        """Every instruction as a trace has it, ordered by start."""
-        return [
-            Span(
-                i.worker,
-                i.opcode,
-                i.g,
-                i.batch,
-                i.reads,
-                i.distance,
-                i.start_s,
-                i.end_s,
-                num_bytes=0,
-                stage=i.stage,
-                of=i.of,
-                takes=i.takes,
-                gives=i.gives,
-            )
-            for i in self.intervals
-        ]
 
-    @property
-    def bubble(self) -> float:
-        """Fraction of the workers' time in which they do not compute."""
-        busy = sum(report.busy_s for report in self.workers)
-        return 1.0 - busy / (self.makespan_s * len(self.workers)) if self.makespan_s else 0.0
+def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
+    """Bytes of a channel's messages, or of what an exchange leaves; single numbers are not counted."""
+    sizes: dict[tuple[str, int, int], int] = {("data", 0, 0): plan.input_bytes}
+    for edge in plan.edges:
+        sizes["forward", edge.source, edge.target] = edge.forward_bytes
+        sizes["gradient", edge.target, edge.source] = edge.backward_bytes
+    for k, stage in enumerate(plan.stages):
+        sizes |= {(kind, k, k): stage.parameter_bytes for kind in STATES}
+    for exchange in plan.exchanges:
+        sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
+    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
+    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(read(plan)).items()}
+
+
+def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
+    """Seconds of each exchange: in each phase the holder that sends most sets the time."""
+    seconds = {}
+    for number, exchange in exchanges_of(read(plan)).items():
+        holders = len(channels[number].sources)
+        most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
+        seconds[number] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
+    return seconds

@@ -16,7 +16,7 @@ from roundelay.errors import RoundelayError
 from roundelay.frontend import stage_builder
 from roundelay.frontend.stages import retarget_device
 from roundelay.launching.cuda_handoff import StreamEndpoint
-from roundelay.runtime import exchange, predicted_weights
+from roundelay.runtime import collectives, predicted_weights
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.optimizer.optimizer_state import OptimizerState
 from roundelay.runtime.optimizer.weight_averages import WeightAverages
@@ -141,7 +141,7 @@ PLANTED: dict[str, tuple[Plant, Callable[[Path], str]]] = {
         of_case("pipeoptim improved stash"),
     ),
     "an exchange's part": (
-        after(exchange, "_cut", lambda _, parts: [tuple(map(on_cpu, of)) for of in parts]),
+        after(collectives, "_cut", lambda _, parts: [tuple(map(on_cpu, of)) for of in parts]),
         of_case("1f1b", option="replicas"),
     ),
 }

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported
-from roundelay.frontend.mesh.op_forms_base import shape_of
+from roundelay.frontend.mesh.sharding_rules_base import shape_of
 from roundelay.frontend.mesh.split_lookup import LOOKUPS, split_amax
 from roundelay.frontend.stages.keyed_rng import RngKey, keyed_attention, keyed_dropout
 from roundelay.ir.deduction import Deduction, Row, Use

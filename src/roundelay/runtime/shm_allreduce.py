@@ -18,7 +18,7 @@ from roundelay.ir.bucket import ALIGNMENT
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.sbp import bounds
 from roundelay.ir.work import Work
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 
 
 def shared_bytes(works: Sequence[Work]) -> dict[int, int]:

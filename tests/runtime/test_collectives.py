@@ -20,7 +20,7 @@ from roundelay.ir.exchange import (
     elements_sent,
     reduce_scatter,
 )
-from roundelay.runtime.exchange import Exchange, Parts
+from roundelay.runtime.collectives import Exchange, Parts
 
 Part = torch.Tensor | None
 

@@ -13,11 +13,11 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.reading import read
 from roundelay.planner import cut_reasons
-from roundelay.planner.choices import CutRequest
+from roundelay.planner.choose_recompute import recomputed_ranges
 from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
 from roundelay.planner.kept_bytes import kept_bytes
 from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
-from roundelay.planner.recompute_choice import recomputed_ranges
+from roundelay.planner.plan_options import CutRequest
 from roundelay.planner.source import Source
 
 MEASURED, ROOFLINE, EQUAL, FLOPS, MEMORY_TIME = WAYS = ("measured", "roofline", "equal", "flops", "memory-time")

@@ -17,8 +17,8 @@ import torch
 
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.work import Work
-from roundelay.runtime.exchange import Parts
-from roundelay.runtime.shared_sums import block_of, bytes_of_block
+from roundelay.runtime.collectives import Parts
+from roundelay.runtime.shm_allreduce import block_of, bytes_of_block
 
 BLOCKS = 4
 

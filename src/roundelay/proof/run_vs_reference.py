@@ -22,7 +22,7 @@ from roundelay.launching.forked_call import apart
 from roundelay.lower.reading import Reading
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
-from roundelay.planner.choices import Keywords, shows_choices
+from roundelay.planner.plan_options import Keywords, shows_choices
 from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.planning.torch_scope import on_threads, user_code

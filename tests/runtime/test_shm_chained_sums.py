@@ -19,9 +19,9 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner.prove_plan import fired
-from roundelay.runtime.exchange import Parts
+from roundelay.runtime.collectives import Parts
 from roundelay.runtime.links import SumLink
-from roundelay.runtime.sum_blocks import BLOCKS, SumBlocks, sum_bytes
+from roundelay.runtime.shm_chained_sums import BLOCKS, SumBlocks, sum_bytes
 from roundelay.session.training import Length, Session
 from roundelay.simulator import Simulation, simulate
 from roundelay.transport.endpoint import Message

@@ -13,7 +13,7 @@ from typer.main import get_command
 import roundelay
 from roundelay.cli.app import app
 from roundelay.errors import PlanError
-from roundelay.planner.choices import OF_A_RULE, AnyRuleKeywords, Choices, Keywords, flag, from_keywords, told
+from roundelay.planner.plan_options import OF_A_RULE, AnyRuleKeywords, Choices, Keywords, flag, from_keywords, told
 
 
 def test_python_s_keywords_are_the_choices() -> None:

@@ -33,7 +33,7 @@ class Carried:
 
 
 @final
-class WanderingState:
+class MovingState:
     """One holder's access to a stage's state.
 
     Args:

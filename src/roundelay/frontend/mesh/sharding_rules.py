@@ -7,7 +7,7 @@ Table 1 follows from the form of a matrix product, and the signatures of all ope
 
 An operation whose form is not known here has no labels: each worker computes all of it.
 
-Each family of operators has its rules in a module of its own, ``op_forms_*``; here the rule of a node is found.
+Each family of operators has its rules in a module of its own, ``sharding_rules_*``; here the rule of a node is found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from roundelay.frontend.mesh.op_forms_base import (
+from roundelay.frontend.mesh.sharding_rules_base import (
     NodeForm,
     Rule,
     result_shapes,
@@ -27,11 +27,11 @@ from roundelay.frontend.mesh.op_forms_base import (
     unlabelled,
     whole_args,
 )
-from roundelay.frontend.mesh.op_forms_indexing import INDEXING
-from roundelay.frontend.mesh.op_forms_pointwise import POINTWISE, pointwise
-from roundelay.frontend.mesh.op_forms_products import PRODUCTS
-from roundelay.frontend.mesh.op_forms_reductions import REDUCTIONS
-from roundelay.frontend.mesh.op_forms_views import VIEWS
+from roundelay.frontend.mesh.sharding_rules_indexing import INDEXING
+from roundelay.frontend.mesh.sharding_rules_pointwise import POINTWISE, pointwise
+from roundelay.frontend.mesh.sharding_rules_products import PRODUCTS
+from roundelay.frontend.mesh.sharding_rules_reductions import REDUCTIONS
+from roundelay.frontend.mesh.sharding_rules_views import VIEWS
 from roundelay.ir.op_form import OpForm
 
 _RULES: dict[Any, Rule] = {**POINTWISE, **PRODUCTS, **VIEWS, **INDEXING, **REDUCTIONS}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from roundelay.frontend.mesh.op_forms_base import (
+from roundelay.frontend.mesh.sharding_rules_base import (
     NodeForm,
     Rule,
     along,

@@ -16,13 +16,13 @@ from roundelay.ir.plan import Plan
 from roundelay.observe.progress_lines import ProgressLines
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.planner.check_given import check_length, validate_check
-from roundelay.planner.choices import Keywords, shows_choices
+from roundelay.planner.plan_options import Keywords, shows_choices
 from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.proof.fidelity_precheck import check_before_training
 from roundelay.session.checkpointing import Saving
+from roundelay.session.event_writers import RunFolderObserver, user_observer
 from roundelay.session.events import Evaluated, Event, Observer, Updated, broadcast
-from roundelay.session.observers import RunFolderObserver, user_observer
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.run_record import Trained
 from roundelay.session.run_summary import write_results

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
 from roundelay.ir.exchange import ExchangePlan
-from roundelay.runtime.shared_sums import ALIGNMENT, SharedSum, Told, block_of, shared_bytes
+from roundelay.runtime.shm_allreduce import ALIGNMENT, SharedSum, Told, block_of, shared_bytes
 from tests.lower.plans import OF_WEIGHTS, plan_of, replicated, works
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
