@@ -235,20 +235,20 @@ class Party:
 
 
 def test_a_process_finds_out_whether_it_sees_the_folder(tmp_path: Path) -> None:
-    party: Any = Party()
+    process_group: Any = Party()
     use = StateUse(folder=tmp_path / "run" / "checkpoint", buffers=frozenset({"b"}), after_epoch="weights")
-    with announced_use(party, use, 3):
-        assert fetched_use(party) == (use, 3)
+    with announced_use(process_group, use, 3):
+        assert fetched_use(process_group) == (use, 3)
         (probe,) = (tmp_path / "run" / "checkpoint").iterdir()
         probe.unlink()  # as on a host with another folder of that name
-        assert fetched_use(party) == (replace(use, shared=False), 3)
+        assert fetched_use(process_group) == (replace(use, shared=False), 3)
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_without_checkpoints_there_is_no_folder_to_see() -> None:
-    party: Any = Party()
-    with announced_use(party, StateUse(), None):
-        assert fetched_use(party) == (StateUse(), None)
+    process_group: Any = Party()
+    with announced_use(process_group, StateUse(), None):
+        assert fetched_use(process_group) == (StateUse(), None)
 
 
 def test_under_a_launcher_the_leader_has_stage_0() -> None:

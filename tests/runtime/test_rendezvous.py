@@ -1,4 +1,4 @@
-"""A member of a party that does not lead."""
+"""A process of a launched group that does not lead."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "start",
     [
-        lambda party: run_leader(APART, lambda report: None, unchanged, party),
-        lambda party: run_follower(APART, party, unchanged),
+        lambda process_group: run_leader(APART, lambda report: None, unchanged, process_group),
+        lambda process_group: run_follower(APART, process_group, unchanged),
     ],
     ids=["the leader", "a member"],
 )

@@ -68,9 +68,9 @@ def train(job_file: o.JobFile, choices: Choices, run: o.RunOptions, as_json: o.J
     command, processes = load("cli.train_command"), load("cli.own_processes")
     if (count := processes.own_processes(choices, run.plan_file, run.resume)) > 0:
         return int(processes.run_processes(count, sys.argv[1:]))
-    party, choices = load("cli.launched_choices").joined(choices, run.restarts, planned=planned)
+    process_group, choices = load("cli.launched_choices").joined(choices, run.restarts, planned=planned)
     SIGNALS.join()
-    return int(command.train_command(job_file, choices, run, party, as_json=as_json))
+    return int(command.train_command(job_file, choices, run, process_group, as_json=as_json))
 
 
 @app.command("plan", epilog="Example: `roundelay plan my_job.py --workers 2 -o plan.toml`")

@@ -78,26 +78,26 @@ class PlannedJob:
 
 
 def plan_job(
-    job: Job, choices: Choices, seed: int, source: PlanSource, *, quiet: bool, party: ProcessGroup | None = None
+    job: Job, choices: Choices, seed: int, source: PlanSource, *, quiet: bool, process_group: ProcessGroup | None = None
 ) -> PlannedJob:
     """Capture the job, and read or make its plan. Under a launcher the leader sends its plan to the other processes.
 
     Raises:
         UsageError: both a plan and choices that contradict it were given.
     """
-    if party is None and source == PlanSource():
+    if process_group is None and source == PlanSource():
         check_here(choices)  # again: the job may have registered the rule
-    deadline_s = _deadline_s(choices, source, leads=party is None or party.leads)
+    deadline_s = _deadline_s(choices, source, leads=process_group is None or process_group.leads)
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
-    if party is not None and not party.leads:
-        return PlannedJob(job, captured, Plan.parse(party.fetch("plan")))
+    if process_group is not None and not process_group.leads:
+        return PlannedJob(job, captured, Plan.parse(process_group.fetch("plan")))
     model = captured.graph.fingerprint
     resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
-    if party is not None:
+    if process_group is not None:
         written = source.written()
         if written is None or written.layout == PIPELINE:
-            choices = spread(choices, party.size, written or resumed)
+            choices = spread(choices, process_group.size, written or resumed)
     existing = _existing_plan(model, replace(choices, memory_limit=None), source, resumed)
     if existing is None:
         planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
@@ -106,23 +106,23 @@ def plan_job(
         if choices.memory_limit is not None:
             fitted(for_plan(captured, existing), existing)
             check_memory(job, captured, existing, choices.memory_limit)
-        if existing.compile and party is None:
+        if existing.compile and process_group is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)
     notices = (*planned.notices, *plan_notices(planned.plan))
     for line in notices:
-        announce(f"{line}.", quiet and party is None and line not in planned.warnings)
-    if party is not None and planned.plan.num_workers != party.size:
+        announce(f"{line}.", quiet and process_group is None and line not in planned.warnings)
+    if process_group is not None and planned.plan.num_workers != process_group.size:
         raise UsageError(
             "the processes that the launcher has started",
-            got=str(party.size),
+            got=str(process_group.size),
             expected=f"{planned.plan.num_workers}, one for each worker of the plan"
             + ("" if planned.plan.layout == PIPELINE else f" with layout {planned.plan.layout}"),
             remedy="Start as many"
             + (", or give --workers." if planned.plan.layout == PIPELINE else ", or another layout."),
         )
-    if party is not None:
-        party.publish("plan", planned.plan.text())
+    if process_group is not None:
+        process_group.publish("plan", planned.plan.text())
     return PlannedJob(job, captured, planned.plan, planned.reasons, notices)
 
 

@@ -49,7 +49,7 @@ RUNS = Path("runs")
 
 
 def train_command(
-    job_file: Path, choices: Choices, run: RunOptions, party: ProcessGroup | None, *, as_json: bool
+    job_file: Path, choices: Choices, run: RunOptions, process_group: ProcessGroup | None, *, as_json: bool
 ) -> int:
     """Plan and train a job as the command line says; returns the exit code.
 
@@ -57,31 +57,35 @@ def train_command(
         job_file: defines the job.
         choices: for the plan.
         run: for the run.
-        party: the launcher's processes, if one has started this process.
+        process_group: the launcher's processes, if one has started this process.
         as_json: print the summary as JSON, and nothing else on stdout.
     """
-    if run.tensorboard and (party is None or party.leads):
+    if run.tensorboard and (process_group is None or process_group.leads):
         curve_writer()  # an error here, before anything that takes time
     paths = PathResolver()
-    if party is None:
+    if process_group is None:
         check_source(choices, PlanSource(run.plan_file, run.resume))
-    if run.out is not None and party is None:
+    if run.out is not None and process_group is None:
         check_vacant(run.out)
     job = load_job(job_file, run.seed)
     run = run.resolved(paths)
-    source = PlanSource(run.plan_file, run.resume, run.out if party is not None and party.restart else None)
-    planned = plan_job(job, choices, run.seed, source, quiet=as_json or party is not None, party=party)
-    if party is not None and not party.leads:
-        with SIGNALS.gracefully(run.grace, lambda: None, lambda: party.met):
-            return follow_job(planned, run, party)
-    summary = train_job(planned, run, paths.of(RUNS), quiet=as_json, party=party)
+    source = PlanSource(
+        run.plan_file, run.resume, run.out if process_group is not None and process_group.restart else None
+    )
+    planned = plan_job(
+        job, choices, run.seed, source, quiet=as_json or process_group is not None, process_group=process_group
+    )
+    if process_group is not None and not process_group.leads:
+        with SIGNALS.gracefully(run.grace, lambda: None, lambda: process_group.met):
+            return follow_job(planned, run, process_group)
+    summary = train_job(planned, run, paths.of(RUNS), quiet=as_json, process_group=process_group)
     if as_json:
         show_json(summary)
     return 0
 
 
 def train_job(
-    planned: PlannedJob, run: RunOptions, runs: Path, *, quiet: bool, party: ProcessGroup | None
+    planned: PlannedJob, run: RunOptions, runs: Path, *, quiet: bool, process_group: ProcessGroup | None
 ) -> dict[str, Any]:
     """Train in a run folder, with progress and results on the screen; returns the summary.
 
@@ -90,17 +94,17 @@ def train_job(
         run: options of the run.
         runs: parent of the folders of runs without a name.
         quiet: print messages only.
-        party: the launcher's processes, if one has started this process; this one leads them.
+        process_group: the launcher's processes, if one has started this process; this one leads them.
     """
     job, plan, session = planned.job, planned.plan, _session(planned, run)
-    checked = check_before_training(session, run.check, launched=party is not None)
+    checked = check_before_training(session, run.check, launched=process_group is not None)
     if checked:
         announce(f"{checked[0].upper()}{checked[1:]}.", quiet and UNCHECKED not in checked)
-    session, folder = _begun(session, run.out, runs, party)
+    session, folder = _begun(session, run.out, runs, process_group)
     try:
         folder.write_plan(plan.text(explain(planned.captured, plan, planned.reasons)))
         baselines = _measure_plain(job, plan, run.seed, quiet=quiet) if run.baseline else {}
-        trained = _trained(session, folder, run, quiet=quiet, party=party)
+        trained = _trained(session, folder, run, quiet=quiet, process_group=process_group)
     except BaseException:
         if not folder.metrics.exists() or not folder.metrics.stat().st_size:
             folder.plan.unlink(missing_ok=True)
@@ -131,23 +135,25 @@ def _session(planned: PlannedJob, run: RunOptions) -> Session:
     return Session(planned.job, planned.captured, planned.plan, run.seed, length, start)
 
 
-def _begun(session: Session, out: Path | None, runs: Path, party: ProcessGroup | None) -> tuple[Session, RunFolder]:
+def _begun(
+    session: Session, out: Path | None, runs: Path, process_group: ProcessGroup | None
+) -> tuple[Session, RunFolder]:
     """The session and its folder; after a launcher's restart, the rest of the session and the same folder."""
-    if out is not None and party is not None and party.restart and (out / "plan.toml").is_file():
-        return _rest(session, out, party), RunFolder.reopen(out)
+    if out is not None and process_group is not None and process_group.restart and (out / "plan.toml").is_file():
+        return _rest(session, out, process_group), RunFolder.reopen(out)
     inside = out is None or out.parent == runs
     root, name = (runs, None) if out is None else (out.parent, out.name)
     return session, RunFolder.create(root, name, point=inside)
 
 
-def _rest(session: Session, out: Path | None, party: ProcessGroup) -> Session:
+def _rest(session: Session, out: Path | None, process_group: ProcessGroup) -> Session:
     """The rest of a session after a launcher's restart; the whole session without a folder of a fixed name."""
-    if out is None or not party.restart:
+    if out is None or not process_group.restart:
         return session
     rest = rest_of(session, out / "checkpoint")
     if rest is None:
         raise UsageError(
-            f"restart {party.restart} of the run in {out}",
+            f"restart {process_group.restart} of the run in {out}",
             got="a checkpoint of its end",
             expected="something left to train",
             remedy="Nothing to do: the training is complete.",
@@ -155,13 +161,13 @@ def _rest(session: Session, out: Path | None, party: ProcessGroup) -> Session:
     return rest
 
 
-def follow_job(planned: PlannedJob, run: RunOptions, party: ProcessGroup) -> int:
+def follow_job(planned: PlannedJob, run: RunOptions, process_group: ProcessGroup) -> int:
     """Run one worker under a launcher, while another process leads, prints and writes; returns the exit code.
 
     Raises:
         WorkerLostError: the leader is lost.
     """
-    return 0 if _rest(_session(planned, run), run.out, party).run_follower(party) else 1
+    return 0 if _rest(_session(planned, run), run.out, process_group).run_follower(process_group) else 1
 
 
 def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int, float]:
@@ -178,7 +184,7 @@ def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int,
 
 
 def _trained(
-    session: Session, folder: RunFolder, run: RunOptions, *, quiet: bool, party: ProcessGroup | None
+    session: Session, folder: RunFolder, run: RunOptions, *, quiet: bool, process_group: ProcessGroup | None
 ) -> Trained:
     start = session.extent.start_batch
     with ExitStack() as stack:
@@ -195,7 +201,9 @@ def _trained(
             stop = GracefulStop(session.control, folder)
             with SIGNALS.gracefully(run.grace, stop.request, stop.ready):
                 gathers: Gathered = "nothing" if session.job.showcase is None else "weights"
-                return session.run(notify=broadcast([notify, stop]), saving=saving, party=party, gathers=gathers)
+                return session.run(
+                    notify=broadcast([notify, stop]), saving=saving, process_group=process_group, gathers=gathers
+                )
 
         return run_restarting(session, run.restarts, attempt, broadcast(observers), folder.checkpoint)
 

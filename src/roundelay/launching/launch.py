@@ -43,14 +43,14 @@ LAUNCHERS: dict[str, Launcher] = {"threads": run_threads, "forked": run_forked, 
 """What starts, hears and ends workers, by their kind (`roundelay.ir.transports.Transport.workers`)."""
 
 
-def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGroup | None = None) -> None:
+def run(task: Task, listen: Listener, wrap: Wrap | None = None, process_group: ProcessGroup | None = None) -> None:
     """Execute a task.
 
     Args:
         task: the run.
         listen: called with every report, in this thread.
         wrap: applied to every endpoint, for tests that delay messages.
-        party: the processes started by a launcher, if any; this one leads them.
+        process_group: the processes started by a launcher, if any; this one leads them.
 
     Raises:
         RoundelayError: the first cause, if a worker failed.
@@ -59,8 +59,8 @@ def run(task: Task, listen: Listener, wrap: Wrap | None = None, party: ProcessGr
     give_back_idle()
     try:
         with frozen_gc(), without_sigchld_handler():
-            if party is not None:
-                run_leader(task, listen, around, party)
+            if process_group is not None:
+                run_leader(task, listen, around, process_group)
             else:
                 LAUNCHERS[transport_named(task.settings.transport).workers](task, listen, around)
     finally:

@@ -39,19 +39,19 @@ class _WorkerThread:
 
     Args:
         task: the run.
-        party: the group of processes.
+        process_group: the group of processes.
         wrap: applied to the worker's endpoint.
         report: called with every report of the worker, its end included.
         device: where it computes.
     """
 
-    def __init__(self, task: Task, party: ProcessGroup, wrap: Wrap, report: Reporter, device: Device) -> None:
-        self._task, self._party, self._wrap, self._report, self._device = task, party, wrap, report, device
+    def __init__(self, task: Task, process_group: ProcessGroup, wrap: Wrap, report: Reporter, device: Device) -> None:
+        self._task, self._party, self._wrap, self._report, self._device = task, process_group, wrap, report, device
         self._lock = threading.Lock()
         self._until_s = math.inf
         self._endpoint: Endpoint | None = None
         self._ended = ""  # reason of an abort
-        self._thread = threading.Thread(target=self._main, name=f"worker {party.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=f"worker {process_group.rank}", daemon=True)
         self._thread.start()
 
     def abort(self, reason: str) -> None:
@@ -88,25 +88,27 @@ class _WorkerThread:
         work(self._task, rank, endpoint, self._report, self._device)
 
 
-def _device_of(task: Task, party: ProcessGroup) -> Device:
-    return make_device(task.settings.devices[party.rank], party.rank)
+def _device_of(task: Task, process_group: ProcessGroup) -> Device:
+    return make_device(task.settings.devices[process_group.rank], process_group.rank)
 
 
-def run_leader(task: Task, listen: Listener, wrap: Wrap, party: ProcessGroup) -> None:
+def run_leader(task: Task, listen: Listener, wrap: Wrap, process_group: ProcessGroup) -> None:
     """Run worker 0 in this process and take all reports; see :func:`roundelay.launching.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    tracker = FailureTracker(party.size, listen)
-    device = _device_of(task, party)  # before connecting: else the others would report a lost worker
+    tracker = FailureTracker(process_group.size, listen)
+    device = _device_of(task, process_group)  # before connecting: else the others would report a lost worker
 
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
-    channel = party.control_channel(task.settings.deadline_s, reports.put, failed, partial(failed, party.rank))
-    worker = _WorkerThread(task, party, wrap, reports.put, device)
+    channel = process_group.control_channel(
+        task.settings.deadline_s, reports.put, failed, partial(failed, process_group.rank)
+    )
+    worker = _WorkerThread(task, process_group, wrap, reports.put, device)
     causes: list[Report] = []
     try:
         try:
-            _take_reports(reports, tracker, party.rank)
+            _take_reports(reports, tracker, process_group.rank)
         except KeyboardInterrupt:
             time.sleep(NEWS_S)
             _drain(reports, tracker)
@@ -163,7 +165,7 @@ def _pass_on(report: Report, channel: ControlChannel) -> tuple[bool, bool]:
     return kind in ("finished", "failed"), kind != "failed"
 
 
-def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
+def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> bool:
     """Run a worker other than 0 in this process and return whether it succeeded; the leader reports failures.
 
     Raises:
@@ -172,7 +174,7 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
-    device = _device_of(task, party)
+    device = _device_of(task, process_group)
     give_back_idle()
 
     def on_lost(rank: int, error: RoundelayError) -> None:
@@ -180,10 +182,10 @@ def run_follower(task: Task, party: ProcessGroup, wrap: Wrap) -> bool:
         gone.set()
 
     def on_unreadable(error: RoundelayError) -> None:
-        outgoing.put(failure(party.rank, error))
+        outgoing.put(failure(process_group.rank, error))
 
-    channel = party.control_channel(task.settings.deadline_s, lambda report: None, on_lost, on_unreadable)
-    worker = _WorkerThread(task, party, wrap, outgoing.put, device)
+    channel = process_group.control_channel(task.settings.deadline_s, lambda report: None, on_lost, on_unreadable)
+    worker = _WorkerThread(task, process_group, wrap, outgoing.put, device)
     ended, succeeded = False, True
 
     def leave(hasty: bool = False) -> None:

@@ -28,18 +28,18 @@ class _Announced(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextmanager
-def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | None) -> Iterator[None]:
+def announced_use(process_group: ProcessGroup | None, use: StateUse, save_every: int | None) -> Iterator[None]:
     """Publish, as the leader, what the states are needed for; within the context the other processes may ask.
 
     Args:
-        party: the launcher's processes; None if there are none.
+        process_group: the launcher's processes; None if there are none.
         use: what the states are needed for.
         save_every: see :class:`roundelay.runtime.loading.checkpoint_schedule.Extent`.
 
     Raises:
         RunError: the checkpoint's folder cannot be written.
     """
-    if party is None:
+    if process_group is None:
         yield
         return
     try:
@@ -48,7 +48,7 @@ def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | N
         raise unwritten(use.folder or Path(), error) from error
     try:
         announced = _Announced(use, save_every, probe)
-        party.publish(_name(party), msgspec.json.encode(announced, enc_hook=str).decode())
+        process_group.publish(_name(process_group), msgspec.json.encode(announced, enc_hook=str).decode())
         yield
     finally:
         if probe is not None:
@@ -57,7 +57,7 @@ def announced_use(party: ProcessGroup | None, use: StateUse, save_every: int | N
                 probe.parent.rmdir()  # unless there is a checkpoint in it
 
 
-def fetched_use(party: ProcessGroup) -> tuple[StateUse, int | None]:
+def fetched_use(process_group: ProcessGroup) -> tuple[StateUse, int | None]:
     """What the leader has published, as another process: that of this process, and the updates between checkpoints.
 
     A process that does not see the checkpoint's folder, as its host is another, sends its state to the leader.
@@ -69,13 +69,13 @@ def fetched_use(party: ProcessGroup) -> tuple[StateUse, int | None]:
     def made(kind: Any, value: Any) -> Any:
         return kind(value)
 
-    announced = msgspec.json.decode(party.fetch(_name(party)), type=_Announced, dec_hook=made)
+    announced = msgspec.json.decode(process_group.fetch(_name(process_group)), type=_Announced, dec_hook=made)
     shared = announced.probe is None or announced.probe.is_file()
     return replace(announced.use, shared=shared), announced.save_every
 
 
-def _name(party: ProcessGroup) -> str:
-    return f"states {party.restart}"
+def _name(process_group: ProcessGroup) -> str:
+    return f"states {process_group.restart}"
 
 
 def check_leader_reads(plan: Plan) -> None:

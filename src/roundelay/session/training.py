@@ -86,16 +86,16 @@ def _rest(whole: Extent, at: Position, replicas: int) -> Extent:
     return replace(whole, start_g=g, start_batch=at.updates, start_epoch=at.epoch, skip=0, batches=left)
 
 
-def check_not_launched(party: ProcessGroup | None) -> None:
+def check_not_launched(process_group: ProcessGroup | None) -> None:
     """Refuse a learning rate that depends on evaluations under a launcher, whose processes start together only once.
 
     Raises:
         UsageError: a launcher has started the workers.
     """
-    if party is not None:
+    if process_group is not None:
         raise UsageError(
             "a ReduceLROnPlateau scheduler under a launcher",
-            got=f"{party.size} processes of a launcher, which start together only once",
+            got=f"{process_group.size} processes of a launcher, which start together only once",
             expected="workers that are restarted with every epoch's learning rate",
             remedy="Use --transport shm or memory on one host, or a scheduler that needs no metric.",
         )
@@ -191,7 +191,7 @@ class Session:
         audit: bool = False,
         handlers: Mapping[int, Mapping[str, Handler]] | None = None,
         wrap: Wrap | None = None,
-        party: ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         gathers: Gathered = "everything",
     ) -> Trained:
         """Train to the end.
@@ -202,15 +202,15 @@ class Session:
             audit: collect digests of everything that is computed.
             handlers: stage to its own handlers, to break a run on purpose.
             wrap: wraps every endpoint, to delay messages on purpose.
-            party: the launcher's processes, if one has started this process; this one leads them.
+            process_group: the launcher's processes, if one has started this process; this one leads them.
             gathers: what of the stages' state is gathered in this process at the end, at least; with ``"nothing"`` the
                 model keeps its initial weights, unless the job evaluates it.
         """
-        if party is None:
+        if process_group is None:
             check_transport(self.plan.transport)
         else:
             check_leader_reads(self.plan)
-        prepare = self._compile(party)
+        prepare = self._compile(process_group)
         self.control.end_save()  # one that a failed attempt has left unfinished
         notify = self._stopping_on_request(notify)
         self.extent = replace(self.extent, save_every=None if saving is None else saving.every)
@@ -239,9 +239,9 @@ class Session:
             notify(self.drained)
         try:
             exact = deterministic(self.plan.deterministic, threads=self.plan.threads)
-            with exact, announced_use(party, use, self.extent.save_every):
-                for part in self._parts(checkpointer, record, party):
-                    run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, party)
+            with exact, announced_use(process_group, use, self.extent.save_every):
+                for part in self._parts(checkpointer, record, process_group):
+                    run(self._task(part, use, prepare, audit=audit, handlers=handlers or {}), take, wrap, process_group)
             last = checkpointer.finish()
             # as plain PyTorch leaves the model
             for name, weight in averages(last.optimizer, moving=False).items():
@@ -273,13 +273,15 @@ class Session:
         named = without_gradients(self.captured.model)
         return RateTable(self.job.optimizer, self.job.scheduler, named, numbers)
 
-    def _parts(self, checkpointer: Checkpointer, record: RunRecord, party: ProcessGroup | None) -> Iterator[RunPart]:
+    def _parts(
+        self, checkpointer: Checkpointer, record: RunRecord, process_group: ProcessGroup | None
+    ) -> Iterator[RunPart]:
         """The parts of the run: one; or one per epoch where the next epoch's learning rate depends on an evaluation."""
         part, whole = RunPart(self.initial, self.extent), self.extent
         if not self.waits:
             yield part
             return
-        check_not_launched(party)
+        check_not_launched(process_group)
         while True:
             record.rates = self._rates(part.initial.numbers).at
             yield RunPart(part.initial, replace(part.extent, epochs=part.extent.start_epoch + 1))
@@ -322,20 +324,20 @@ class Session:
 
         return observe
 
-    def run_follower(self, party: ProcessGroup) -> bool:
+    def run_follower(self, process_group: ProcessGroup) -> bool:
         """Run one worker of a process group that another process leads; returns whether it succeeded.
 
         Raises:
             WorkerLostError: the leader is lost.
         """
         if self.waits:
-            check_not_launched(party)
+            check_not_launched(process_group)
         check_leader_reads(self.plan)
-        self._compile(party)
-        use, save_every = fetched_use(party)  # published when all have compiled
+        self._compile(process_group)
+        use, save_every = fetched_use(process_group)  # published when all have compiled
         part = RunPart(self.initial, replace(self.extent, save_every=save_every))
         with deterministic(self.plan.deterministic, threads=self.plan.threads):
-            return run_follower(self._task(part, use, None), party, unchanged)
+            return run_follower(self._task(part, use, None), process_group, unchanged)
 
     def compile(self) -> None:
         """Compile all stages in this process, if the plan asks for it."""
@@ -345,7 +347,7 @@ class Session:
     def _compiler(self) -> Compile:
         return stage_compiler(self.job, self.captured, self.plan, self.partition, self.seed)
 
-    def _compile(self, party: ProcessGroup | None) -> Prepare | None:
+    def _compile(self, process_group: ProcessGroup | None) -> Prepare | None:
         """Compile what runs in this process or in forks of it; returns what the forks must still do, if anything.
 
         Processes of a launcher continue when all of them have compiled.
@@ -353,9 +355,9 @@ class Session:
         if not self.plan.compile:
             return None
         compiler, mine = self._compiler(), self.plan.worker_stages
-        if party is not None:
-            compiler(mine[party.rank])
-            party.barrier("compiled")
+        if process_group is not None:
+            compiler(mine[process_group.rank])
+            process_group.barrier("compiled")
         elif self.reading.transport.forks and must_isolate_backward():
             isolated(lambda: compiler(range(self.plan.num_stages)), "compiling the stages")
             return lambda worker: compiler(mine[worker])
