@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test test-all test-cuda-build lint verify-table verify-rules programs standin first-look models options bench growth faults resumes same-bits clean
+.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules programs standin first-look models options bench growth faults resumes same-bits clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -26,7 +26,14 @@ venv: $(DONE) ## Make .venv with the pinned packages and roundelay itself
 train: $(DONE) ## Train the example, a small character-level GPT
 	@$(BIN)/roundelay train examples/char_gpt.py --workers 2
 
-test: $(DONE) ## Run a sample of the tests, on two processes (10 minutes)
+QUICK := tests/ir tests/lower tests/planner tests/actor tests/observe tests/contracts tests/test_schedules.py \
+	tests/test_simulator.py tests/equivalence/test_verify.py
+SLOW := shm or gloo or nccl or test_priced or staggered or (test_verify and not schedule_of_rates)
+
+test-quick: $(DONE) ## Run what needs neither torch nor processes, the contracts, and one model's proof (1 minute)
+	@$(BIN)/pytest --sample -n 2 --dist loadfile $(QUICK) -k "not ($(SLOW))"
+
+test: $(DONE) ## Run a sample of the tests that turns with every commit, on two processes (10 minutes)
 	@$(BIN)/pytest --sample -n 2 --dist loadfile
 
 test-all: $(DONE) ## Run all tests, on two processes (25 minutes)

@@ -95,9 +95,9 @@ def all_threads(default: Callable[[], int]) -> int:
     Args:
         default: torch's own number for the calling thread.
     """
-    told = env.omp_threads()
-    if told is not None:  # torch has read it, and knows what the person has said since
-        return told if env.is_launched() else max(1, default())
+    given = env.omp_threads()
+    if given is not None:  # torch has read it, and knows what the person has said since
+        return given if env.is_launched() else max(1, default())
     if env.cores() is not None or env.is_launched():
         return usable_cores()
     return max(1, min(default(), usable_cores()))
@@ -110,9 +110,9 @@ def threads_each(workers: int, default: Callable[[], int]) -> int:
         workers: of the plan.
         default: torch's own number for the calling thread.
     """
-    told, launched = env.omp_threads(), env.is_launched()
-    if launched and told is not None:  # a launcher's processes have each what was set
-        return told
+    given, launched = env.omp_threads(), env.is_launched()
+    if launched and given is not None:  # a launcher's processes have each what was set
+        return given
     own = env.own_processors()
     if own is not None:
         return max(1, min(all_threads(default), own))

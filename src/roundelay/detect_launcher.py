@@ -137,8 +137,8 @@ def processes_here(now: Environment) -> int:
     if launcher is None:
         return 1
     size = _number(now.get(launcher.size, ""))
-    told = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
-    return max(1, told if told > 0 else -(-size // _num_hosts({"MASTER_ADDR": "127.0.0.1", **now}, launcher, size)))
+    given = next((_number(now[name]) for name in launcher.local_size if name in now), 0)
+    return max(1, given if given > 0 else -(-size // _num_hosts({"MASTER_ADDR": "127.0.0.1", **now}, launcher, size)))
 
 
 def own_processors(now: Environment) -> int | None:

@@ -150,14 +150,14 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     return Path(home) / ".cache" / "roundelay" if os.path.isabs(home) else None
 
 
-def of_process(told: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+def of_process(given: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that this one starts.
 
     Args:
-        told: what it is told.
+        given: what it is told.
         defaults: further variables, where this process has none.
     """
-    return {**defaults, **os.environ, **told}
+    return {**defaults, **os.environ, **given}
 
 
 def set_default(name: str, value: str) -> None:

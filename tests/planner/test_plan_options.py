@@ -13,7 +13,15 @@ from typer.main import get_command
 import roundelay
 from roundelay.cli.app import app
 from roundelay.errors import PlanError
-from roundelay.planner.plan_options import OF_A_RULE, AnyRuleKeywords, Choices, Keywords, flag, from_keywords, told
+from roundelay.planner.plan_options import (
+    OF_A_RULE,
+    AnyRuleKeywords,
+    Choices,
+    Keywords,
+    descriptions,
+    flag,
+    from_keywords,
+)
 
 
 def test_python_s_keywords_are_the_choices() -> None:
@@ -35,7 +43,7 @@ def test_a_function_shows_every_choice_that_it_takes(function: Any) -> None:
 def test_a_command_has_an_option_for_each_with_its_help(command: str) -> None:
     without = OF_A_RULE if command == "compare" else ()
     own = {one.name: one for one in get_command(app).commands[command].params}  # type: ignore[attr-defined]
-    for name, choice in told().items():
+    for name, choice in descriptions().items():
         if name not in without:
             assert (own[name].opts[0], own[name].help) == (choice.flag or flag(name), choice.help)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundelay.errors import InternalError
 from roundelay.ir.exchange import ExchangePlan
-from roundelay.runtime.shm_allreduce import ALIGNMENT, SharedSum, Told, block_of, shared_bytes
+from roundelay.runtime.shm_allreduce import ALIGNMENT, PhaseDone, SharedSum, block_of, shared_bytes
 from tests.lower.plans import OF_WEIGHTS, plan_of, replicated, works
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -28,10 +28,10 @@ class Run:
         blocks = [block_of(memory, plan, number) for number in range(holders + 1)]
         self.dtypes = [DTYPES[name] for name in dtypes]
         self.sums = [SharedSum(blocks[:-1], blocks[-1], position) for position in range(holders)]
-        self.lanes: dict[tuple[int, int], list[Told]] = {}
+        self.lanes: dict[tuple[int, int], list[PhaseDone]] = {}
         self.chance = random.Random(seed)
 
-    def tell(self, source: int, words: list[Told]) -> None:
+    def tell(self, source: int, words: list[PhaseDone]) -> None:
         for told in words:
             for target in range(len(self.sums)):
                 if target != source:
@@ -96,6 +96,6 @@ def test_words_out_of_place_are_errors() -> None:
     own.start(0, True)
     with pytest.raises(InternalError, match="the start of exchange 1"):
         own.start(1, True)
-    own.take(1, Told(1, 0, True))
+    own.take(1, PhaseDone(1, 0, True))
     with pytest.raises(InternalError, match="a second word of holder 1 on exchange 1"):
-        own.take(1, Told(1, 0, True))
+        own.take(1, PhaseDone(1, 0, True))

@@ -104,7 +104,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
         saving = None if checkpoint is None else Saving(path=checkpoint, every=checkpoint_every or 0)
         return replace(session.run(notify=broadcast(watching), saving=saving), check=checked)
     return _recorded(
-        session, folder, checkpoint, checkpoint_every or 0, watching, (checked, planned.notices), told=progress
+        session, folder, checkpoint, checkpoint_every or 0, watching, (checked, planned.notices), report=progress
     )
 
 
@@ -128,7 +128,7 @@ def _recorded(
     watching: Sequence[Observer],
     said: tuple[str, Sequence[str]],
     *,
-    told: bool,
+    report: bool,
 ) -> Trained:
     """Train, and write what happens into a folder; ``said``: how the job was checked, and notices of its plan."""
     checked, notices = said
@@ -146,7 +146,7 @@ def _recorded(
             folder.discard()
         raise
     write_results(session, trained, folder, {}, checked, notices)
-    if told:
+    if report:
         _say(f"Run folder: {folder.path}")
     return replace(trained, check=checked, folder=folder.path)
 

@@ -140,11 +140,11 @@ def _options(group: Any, without: Sequence[str]) -> list[Parameter]:
 
 def _option(hint: Any) -> Any:
     """The option of a field; of a choice as it is told."""
-    kind, told = get_args(hint)
-    if not isinstance(told, Choice):
+    kind, described = get_args(hint)
+    if not isinstance(described, Choice):
         return hint
-    flags = [told.flag] if told.flag else []
-    return Annotated[told.typed or kind, typer.Option(*flags, help=told.help, metavar=told.metavar)]
+    flags = [described.flag] if described.flag else []
+    return Annotated[described.typed or kind, typer.Option(*flags, help=described.help, metavar=described.metavar)]
 
 
 def exclusive(steps: int | None, epochs: int | None) -> None:

@@ -120,13 +120,13 @@ def announce(what: str, quiet: bool) -> None:
 @contextmanager
 def plan_warnings_as_lines() -> Iterator[None]:
     """Print each :class:`PlanWarning` of the block as a line, once, where Python would show the line that warned."""
-    told: set[str] = set()
+    printed: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if not issubclass(category, PlanWarning):
             shown(message, category, *where, **more)
-        elif str(message) not in told:
-            told.add(str(message))
+        elif str(message) not in printed:
+            printed.add(str(message))
             stderr.print(f"warning: {message}.", markup=False)
 
     with warnings.catch_warnings():

@@ -64,7 +64,7 @@ def _cells(one: Counted) -> list[str]:
         (costs.steps, row.steps),
         (costs.devices, row.devices),
     ]
-    cells = [f"{got}" if str(got) == told else f"{got} ({told})" for got, told in pairs]
+    cells = [f"{got}" if str(got) == published else f"{got} ({published})" for got, published in pairs]
     return [row.name, *cells[:3], "" if one.sent is None else f"{one.sent:.3f}", *cells[3:]]
 
 

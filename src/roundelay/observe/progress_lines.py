@@ -75,8 +75,8 @@ class ProgressLines:
         self._next = now + EVERY_S
         total, done = self._length.total, update + 1
         of = f"/{total}" if total is not None else ""
-        told = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
-        self._show(f"update {done}{of}  loss {loss:.4f}{told}  {rate:.0f} samples/s{self._left(now, done)}")
+        metrics_text = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
+        self._show(f"update {done}{of}  loss {loss:.4f}{metrics_text}  {rate:.0f} samples/s{self._left(now, done)}")
 
     def evaluated(self, updates: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation, where progress is printed at all: in a run of some seconds."""

@@ -72,8 +72,8 @@ class Run:
 
     def notices(self) -> list[str]:
         """What the user was told of the plan before the run."""
-        told = self.summary.get("notices")
-        return [text for text in told if isinstance(text, str)] if isinstance(told, list) else []
+        notices = self.summary.get("notices")
+        return [text for text in notices if isinstance(text, str)] if isinstance(notices, list) else []
 
     def plain(self) -> dict[str, float]:
         """Samples per second of plain PyTorch, by number of threads."""

@@ -33,7 +33,7 @@ segments."""
 @final
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What people are told of a choice.
+    """The description of a choice.
 
     Args:
         help: in the command line and in the documents; what it is by default stands in brackets at the end.
@@ -290,8 +290,8 @@ def _kinds() -> dict[str, Any]:
 
 
 @cache
-def told() -> dict[str, Choice]:
-    """What people are told of each choice, by name."""
+def descriptions() -> dict[str, Choice]:
+    """The description of each choice, by name."""
     hints = get_type_hints(Choices, include_extras=True)
     return {one.name: get_args(hints[one.name])[1] for one in fields(Choices)}
 

@@ -55,8 +55,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
 def plan_notices(plan: Plan) -> tuple[str, ...]:
     """What a person should know of a plan before it is run: how old the weights are that it reads, what limits it."""
     loader = _loader(plan) if plan.read_s else ""
-    told = (staleness(plan), _staleness_warning(plan, rule_named(plan.rule)), loader if _WARNING in loader else "")
-    return tuple(notice for notice in told if notice)
+    notices = (staleness(plan), _staleness_warning(plan, rule_named(plan.rule)), loader if _WARNING in loader else "")
+    return tuple(notice for notice in notices if notice)
 
 
 def _exchanges(plan: Plan) -> list[str]:

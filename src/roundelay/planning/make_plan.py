@@ -81,8 +81,8 @@ def plan_one_or_two_workers(request: PlanRequest) -> Planned:
     if two.plan.micro_batches == 1:  # two workers would take turns
         one = request.drafted(1)
         why = f"1 worker of {counted(one.plan.threads, 'thread')}: {_IN_TURNS}"
-        told = [why] if two.plan.num_workers > 1 else []
-        return measured_plan(request, replace(one, notices=(*two.notices, *one.notices, *told)))
+        reason = [why] if two.plan.num_workers > 1 else []
+        return measured_plan(request, replace(one, notices=(*two.notices, *one.notices, *reason)))
     several = measured_plan(request, two)
     one_planned = measured_plan(request, request.drafted(1))
     taken, why = choose_faster(one_planned.plan, several.plan)

@@ -26,7 +26,7 @@ from roundelay.ir.device_names import CPU, check_number, listed_devices
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.transports import transport_named
 from roundelay.runtime.handlers import Context, Entry, Handler
-from roundelay.runtime.loading.instruction_log import KEPT_INSTRUCTIONS, Told
+from roundelay.runtime.loading.instruction_log import KEPT_INSTRUCTIONS, LogEntry
 from roundelay.runtime.processes.device_failure import RecentIntegers, device_error
 from roundelay.runtime.processes.user_errors import explain_error
 from roundelay.transport.cuda import Cuda, Event, Stream
@@ -124,7 +124,7 @@ class Device:
         """The handlers, with their spans measured where the worker's clock cannot."""
         return self._wrap_handlers(handlers)
 
-    def spans(self, events: list[Told], dropped: int) -> list[Told]:
+    def spans(self, events: list[LogEntry], dropped: int) -> list[LogEntry]:
         """Logged instructions with their measured spans, at the run's end; ``dropped`` more came before them."""
         return events
 
@@ -210,7 +210,7 @@ class AcceleratorDevice(Device):
         """The handlers between two events each; ``read`` computes on the host, whose clock measures it."""
         return {opcode: self._spans.around(handler, opcode != "read") for opcode, handler in handlers.items()}
 
-    def spans(self, events: list[Told], dropped: int) -> list[Told]:
+    def spans(self, events: list[LogEntry], dropped: int) -> list[LogEntry]:
         """The events with spans from CUDA; waits until all work is done."""
         self.stream.synchronize()
         return self._spans.apply(events, dropped)
@@ -282,7 +282,7 @@ class Spans:
                 del self._known[next(iter(self._known))]
             self.busy_s += self._last_s - start_s
 
-    def apply(self, events: list[Told], dropped: int) -> list[Told]:
+    def apply(self, events: list[LogEntry], dropped: int) -> list[LogEntry]:
         """The events, of which ``dropped`` earlier ones are missing, with measured spans instead of the host's."""
         self.read()
         return [(row[0], row[1], *self._known.get(i, row[2:4]), row[4]) for i, row in enumerate(events, dropped)]

@@ -8,7 +8,7 @@ from typing import final
 
 from roundelay.ir.program import Channel
 from roundelay.runtime.collectives import Exchange, Parts, Piece
-from roundelay.runtime.shm_allreduce import SharedSum, Told
+from roundelay.runtime.shm_allreduce import PhaseDone, SharedSum
 from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.transport.endpoint import Endpoint, Message
 
@@ -162,7 +162,7 @@ class ExchangeLink(Link):
 class SharedLink(Link):
     """A sum with other holders of a stage, in memory that they share.
 
-    Its messages have the number of the exchange and what is told as header. What an instruction gives must be in
+    Its messages have the number of the exchange and what is done of it as header. What an instruction gives must be in
     :attr:`room`, or nothing; the sums are delivered as by :class:`ExchangeLink`. Bytes are counted as if they were
     sent.
 
@@ -202,19 +202,19 @@ class SharedLink(Link):
     def arrived(self, source: int, message: Message) -> None:
         """Another holder has written its block, or added up its slice."""
         number, phase, present = message.header
-        self._go_on(number, self._sum.take(self._holders.index(source), Told(number, phase, bool(present))))
+        self._go_on(number, self._sum.take(self._holders.index(source), PhaseDone(number, phase, bool(present))))
 
     def free(self, g: int) -> None:
         """This worker may start the next."""
         self._free(self._id)
 
-    def _go_on(self, number: int, words: list[Told]) -> int:
+    def _go_on(self, number: int, words: list[PhaseDone]) -> int:
         sent = 0
-        for told in words:
+        for done in words:
             for holder in self._holders:
                 if holder != self._worker:
-                    self._endpoint.send(holder, Message(self._id, (told.number, told.phase, int(told.present)), ()))
-            sent += self._bytes[told.phase] if told.present else 0
+                    self._endpoint.send(holder, Message(self._id, (done.number, done.phase, int(done.present)), ()))
+            sent += self._bytes[done.phase] if done.present else 0
         if sent:
             self._endpoint.count_shared(self._id, sent, sent)
         if self._sum.finished(number):

@@ -1,9 +1,9 @@
 """Sums over holders that share memory: each adds up its slice of what all have put there, in the order of the holders.
 
-The memory has a block for each holder and one for the sum. A holder writes its own block, tells the others, adds up
-its slice of the sum when all have told it, tells them again, and reads the sum when all have added theirs: an
+The memory has a block for each holder and one for the sum. A holder writes its own block, notifies the others, adds up
+its slice of the sum when all have done so, notifies them again, and reads the sum when all have added theirs: an
 all-reduce as :func:`roundelay.ir.exchange.all_reduce` with the same bits, without a copy on the way. A block is written
-again only when all holders have read it, as nobody begins an exchange before all have told the end of the one before.
+again only when all holders have read it, as nobody begins an exchange before all have announced the end of the last.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def block_of(memory: torch.Tensor, exchange: ExchangePlan, number: int) -> Parts
 
 
 @final
-class Told(NamedTuple):
-    """What a holder tells all others: what it has done of an exchange.
+class PhaseDone(NamedTuple):
+    """A holder's message to all others: what it has done of an exchange.
 
     Args:
         number: of the exchange.
@@ -76,7 +76,7 @@ class SharedSum:
 
     def __init__(self, blocks: Sequence[Parts], total: Parts, position: int) -> None:
         self._blocks, self._total, self._position = blocks, total, position
-        self._told: dict[tuple[int, int], dict[int, bool]] = {}
+        self._done: dict[tuple[int, int], dict[int, bool]] = {}
         self._at: tuple[int, int] | None = None
         self._results: dict[int, Parts] = {}
 
@@ -85,7 +85,7 @@ class SharedSum:
         """The block to write before :meth:`start`."""
         return self._blocks[self._position]
 
-    def start(self, number: int, present: bool) -> list[Told]:
+    def start(self, number: int, present: bool) -> list[PhaseDone]:
         """Begin the exchange of that number; returns what to tell all others.
 
         Args:
@@ -97,18 +97,18 @@ class SharedSum:
         """
         if self._at is not None:
             raise self._bug(f"the start of exchange {number}", f"the end of exchange {self._at[0]}")
-        return self._advance(self._tell(number, 0, present))
+        return self._advance(self._announce(number, 0, present))
 
-    def take(self, source: int, told: Told) -> list[Told]:
-        """Take what another holder tells; returns what to tell all others.
+    def take(self, source: int, done: PhaseDone) -> list[PhaseDone]:
+        """Take another holder's message; returns those to all others.
 
         Raises:
-            InternalError: it has told that before.
+            InternalError: it has come before.
         """
-        known = self._told.setdefault((told.number, told.phase), {})
+        known = self._done.setdefault((done.number, done.phase), {})
         if source in known or not 0 <= source < len(self._blocks):
-            raise self._bug(f"a second word of holder {source} on exchange {told.number}", "one from each holder")
-        known[source] = told.present
+            raise self._bug(f"a second word of holder {source} on exchange {done.number}", "one from each holder")
+        known[source] = done.present
         return self._advance([])
 
     def finished(self, number: int) -> bool:
@@ -119,19 +119,19 @@ class SharedSum:
         """The sums; none if no holder had any. They are overwritten after this holder's next start."""
         return self._results.pop(number)
 
-    def _tell(self, number: int, phase: int, present: bool) -> list[Told]:
+    def _announce(self, number: int, phase: int, present: bool) -> list[PhaseDone]:
         self._at = number, phase
-        self._told.setdefault((number, phase), {})[self._position] = present
-        return [Told(number, phase, present)]
+        self._done.setdefault((number, phase), {})[self._position] = present
+        return [PhaseDone(number, phase, present)]
 
-    def _advance(self, words: list[Told]) -> list[Told]:
-        while self._at is not None and len(self._told.get(self._at, ())) == len(self._blocks):
+    def _advance(self, words: list[PhaseDone]) -> list[PhaseDone]:
+        while self._at is not None and len(self._done.get(self._at, ())) == len(self._blocks):
             number, phase = self._at
-            known = self._told.pop(self._at)
+            known = self._done.pop(self._at)
             present = [position for position in range(len(self._blocks)) if known[position]]
             if phase == 0:
                 self._add(present)
-                words += self._tell(number, 1, bool(present))
+                words += self._announce(number, 1, bool(present))
             else:
                 self._at = None
                 self._results[number] = self._total if present else ()

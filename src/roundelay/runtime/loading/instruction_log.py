@@ -13,7 +13,7 @@ KEPT_MICRO_BATCHES = 2**13
 KEPT_INSTRUCTIONS = 2**17
 """Number of instructions that are kept at most."""
 
-Told = tuple[Run, int, float, float, int]
+LogEntry = tuple[Run, int, float, float, int]
 """An executed instruction: itself, its batch, start and end in seconds of ``time.perf_counter``, bytes sent."""
 
 
@@ -34,11 +34,11 @@ class InstructionLog:
 
     def __init__(self, kept: int = KEPT_MICRO_BATCHES) -> None:
         self._kept = kept
-        self.events: deque[Told] = deque()
+        self.events: deque[LogEntry] = deque()
         self.first = 0
         self.dropped = 0
 
-    def add(self, event: Told) -> None:
+    def add(self, event: LogEntry) -> None:
         """Append an instruction and drop those of older micro-batches.
 
         A few that are older than ``first`` remain, as instructions are not in the order of micro-batches.

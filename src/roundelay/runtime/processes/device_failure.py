@@ -106,10 +106,12 @@ class RecentIntegers:
         """What is wrong with the integers of a micro-batch, as far as their ranges tell; empty if it is not known."""
         values = next((values for number, values in list(self._kept) if number == g), {})  # others may append
         ranges = {name: (int(value.min()), int(value.max())) for name, value in values.items()}
-        told = ", ".join(f"{_field(name)} has integers from {low} to {high}" for name, (low, high) in ranges.items())
+        ranges_text = ", ".join(
+            f"{_field(name)} has integers from {low} to {high}" for name, (low, high) in ranges.items()
+        )
         if any(name.startswith(BATCH) and self._is_odd(*both) for name, both in ranges.items()):
-            return f"labels outside of 0..{self._classes - 1}: {told}"
-        return told and f"an index outside of its range: {told}"
+            return f"labels outside of 0..{self._classes - 1}: {ranges_text}"
+        return ranges_text and f"an index outside of its range: {ranges_text}"
 
     def _is_odd(self, low: int, high: int) -> bool:
         return self._classes > 0 and (high >= self._classes or (low < 0 and low != _IGNORED))
