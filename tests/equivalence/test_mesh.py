@@ -99,7 +99,7 @@ def held_in(place: Bench, plan: Plan) -> None:
 
     again = planned(
         place.job(), captured=place.captured, workers=2, tensor_parallel=2, micro_batches=2, rule="1f1b",
-        cuts="roofline", precision=plan.precision, loss_scale=plan.loss_scale,
+        cuts="roofline", precision=plan.precision, loss_scale=str(plan.loss_scale),
     )  # fmt: skip
     held(place, again)
 
