@@ -39,7 +39,7 @@ from roundelay.ir.plan import Plan
 from roundelay.planner.choose_cuts import FLOPS, MEMORY_TIME, cut
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
 from roundelay.planner.kept_bytes import KeptBytes, SavedStorages, kept_bytes, staggered_bytes
-from roundelay.planner.partition_dp import choose_cuts
+from roundelay.planner.partition_dp import best_cuts
 from roundelay.planning.profiling import profiled, saved_storages
 
 SIZES = (4, 8, 32)
@@ -151,7 +151,7 @@ def staged(own: Network, size: int, way: str) -> Staged:
         planned=[own.kept.of_stage(start, stop) for start, stop in pairwise(cuts)],
         kept=kept,
         counted=1 - max(staggered_bytes(kept, size)) / (size * sum(kept)),
-        slowest=own.costs.slowest_s(cuts) / own.costs.slowest_s(choose_cuts(own.costs, size)),
+        slowest=own.costs.slowest_s(cuts) / own.costs.slowest_s(best_cuts(own.costs, size)),
         together=together,
         dp=dp,
         single=single,

@@ -15,7 +15,7 @@ from roundelay import Job
 from roundelay.ir.plan import Plan
 from roundelay.planner.plan_options import Choices
 from roundelay.planning import make_plan as making
-from roundelay.planning.default_choices import cores_notice, staleness
+from roundelay.planning.default_workers import cores_notice, staleness
 from roundelay.planning.explain_plan import plan_notices
 from roundelay.planning.make_plan import Planned
 from roundelay.planning.planning import plan_with_reasons
@@ -126,7 +126,7 @@ def test_the_plan_one_or_two_workers_one_worker_and_two_is_taken_and_the_line_sa
     slower: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {slower: 0.2, 3 - slower: 0.1}
-    monkeypatch.setattr("roundelay.planning.default_choices.batch_s", lambda plan: seconds[plan.num_workers])
+    monkeypatch.setattr("roundelay.planning.default_workers.batch_s", lambda plan: seconds[plan.num_workers])
     monkeypatch.setenv("ROUNDELAY_CORES", "8")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = plan_with_reasons(job("a perceptron"), Choices())

@@ -27,8 +27,8 @@ from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported, Role
 from roundelay.frontend.graph_passes import key_draws
 from roundelay.frontend.graph_run import run_nodes
+from roundelay.frontend.mesh.find_sharding_rule import op_form
 from roundelay.frontend.mesh.local_graph import MeshRank, local_graph
-from roundelay.frontend.mesh.sharding_rules import op_form
 from roundelay.ir.deduction import Deduction, Row, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import P_MAX, B, P, Signature, Split

@@ -15,7 +15,7 @@ from roundelay.ir.stage import Edge, Partition
 from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.partition import partition
 from roundelay.planner.cost_model import CostParameters, Cuts, StageCosts, stage_costs
-from roundelay.planner.partition_dp import TIE, choose_cuts, equal_cuts, names_of, nearest_cuts
+from roundelay.planner.partition_dp import TIE, best_cuts, equal_cuts, names_of, nearest_cuts
 from tests.lower.graphs import IDS, LABELS, Step, graph_of, graphs
 
 FREE = CostParameters(micro_batches=1, latency_s=0.0, bytes_per_s=1e30)
@@ -101,10 +101,10 @@ def test_no_cut_is_better_than_the_chosen_one(setting: Setting, num_stages: int)
     known = [judged(setting, cuts) for cuts in every_cut(setting, num_stages)]
     if not known:
         with pytest.raises(CaptureError, match="pieces"):
-            choose_cuts(setting.prices, num_stages)
+            best_cuts(setting.prices, num_stages)
         return
     limit = min(slowest for slowest, _ in known) * (1 + TIE)
-    slowest, num_bytes = judged(setting, choose_cuts(setting.prices, num_stages))
+    slowest, num_bytes = judged(setting, best_cuts(setting.prices, num_stages))
     assert slowest <= limit * (1 + 1e-9)
     assert num_bytes <= min(size for time, size in known if time <= limit * (1 - 1e-9) or time == slowest)
 
@@ -153,7 +153,7 @@ def chain(seconds: list[float], sizes: list[int] | None = None) -> Setting:
 
 
 def ends(setting: Setting, num_stages: int) -> tuple[str, ...]:
-    return names_of(setting.graph, choose_cuts(setting.prices, num_stages))
+    return names_of(setting.graph, best_cuts(setting.prices, num_stages))
 
 
 def test_a_half_that_is_three_times_as_heavy_gets_fewer_operations() -> None:
@@ -202,4 +202,4 @@ def test_hundreds_of_pieces_are_cut_at_once() -> None:
     """A programme that tried every cut would not end."""
     setting = chain([1.0 + i % 7 for i in range(400)], [100 + i % 13 for i in range(400)])
     work = sum(setting.profile.forward_s)
-    assert setting.prices.slowest_s(choose_cuts(setting.prices, 8)) <= (work / 8 + 7) * (1 + TIE)
+    assert setting.prices.slowest_s(best_cuts(setting.prices, 8)) <= (work / 8 + 7) * (1 + TIE)

@@ -12,7 +12,7 @@ from roundelay.ir.exchange import elements_sent
 from roundelay.ir.sbp import P_MAX, B, P, Signature, Split, local_shape
 from roundelay.lower.signatures import is_local, moved
 from roundelay.reference.mesh import _boxed, part_of
-from roundelay.runtime.boxing import Boxing
+from roundelay.runtime.boxing_parts import Boxing
 from tests.runtime.test_collectives import Run
 
 SHAPE = (4, 12, 5)

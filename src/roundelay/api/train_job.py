@@ -85,12 +85,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     _check_saving(checkpoint_every, save_to, folder)
     validate_check(check)
     check_length(steps, epochs)
-    if (process := launched_as()) is not None:
-        warnings.warn(
-            f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "
-            "`roundelay train JOB.py` under the launcher makes them the workers of one training",
-            stacklevel=2,
-        )
+    _warn_of_launcher()
     made, captured, planned = captured_and_planned(train, job, plan, seed, choices)
     start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=made.weights is not None)
     session = Session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), start)
@@ -106,6 +101,15 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     return _recorded(
         session, folder, checkpoint, checkpoint_every or 0, watching, (checked, planned.notices), report=progress
     )
+
+
+def _warn_of_launcher() -> None:
+    if (process := launched_as()) is not None:
+        warnings.warn(
+            f"this process is {process} of a launcher's, and roundelay.train() trains the whole job in each of them; "
+            "`roundelay train JOB.py` under the launcher makes them the workers of one training",
+            stacklevel=3,
+        )
 
 
 def _asked_folder(out: str | Path | bool | None) -> tuple[Path, str | None] | None:

@@ -30,7 +30,7 @@ from roundelay.planner.inherited_choices import common_threads, inherited, sizes
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planning.check_here import check_here
 from roundelay.planning.compile_stages import compile_stages, for_plan
-from roundelay.planning.default_choices import cores_notice
+from roundelay.planning.default_workers import cores_notice
 from roundelay.planning.explain_plan import plan_notices
 from roundelay.planning.make_plan import Planned, micro_batch_notice
 from roundelay.planning.memory_limit import check_memory

@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from roundelay.checkpoint.shards import Ranges, whole_ranges
 from roundelay.frontend.export.export import Exported
+from roundelay.frontend.mesh.find_sharding_rule import op_form
 from roundelay.frontend.mesh.local_graph import MeshRank, local_graph, take_part
-from roundelay.frontend.mesh.sharding_rules import op_form
 from roundelay.frontend.mesh.sharding_rules_base import shape_of
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.ir.deduction import Box, Deduction, ShardedOp

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported
+from roundelay.frontend.mesh.find_sharding_rule import op_form
 from roundelay.frontend.mesh.local_graph import MeshRank, local_graph
-from roundelay.frontend.mesh.sharding_rules import op_form
 from roundelay.global_tensor.placement import Placement
 from roundelay.global_tensor.transfer import boxed
 from roundelay.ir.deduction import Deduction, Row, ShardedOp, Use

@@ -17,7 +17,7 @@ from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.exchange import Phase
 from roundelay.ir.sbp import B, P, Signature, Split, bounds, local_shape
 from roundelay.lower.signatures import is_local
-from roundelay.runtime.boxing import Boxing
+from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.collectives import Exchange
 
 Shape = Sequence[int]

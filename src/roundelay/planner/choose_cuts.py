@@ -16,7 +16,7 @@ from roundelay.planner import cut_reasons
 from roundelay.planner.choose_recompute import recomputed_ranges
 from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
 from roundelay.planner.kept_bytes import kept_bytes
-from roundelay.planner.partition_dp import choose_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
+from roundelay.planner.partition_dp import best_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
 from roundelay.planner.plan_options import CutRequest
 from roundelay.planner.source import Source
 
@@ -124,7 +124,7 @@ def _on_one_worker(draft: Plan) -> bool:
 
 
 def _fastest(graph: Graph, costs: StageCosts, num_stages: int, how: str) -> Cut:
-    chosen = choose_cuts(costs, num_stages)
+    chosen = best_cuts(costs, num_stages)
     return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
 
 

@@ -35,7 +35,7 @@ _StagesByEnd = list[list[tuple[int, float]]]
 """For every boundary j, by index: (i, seconds) of the candidate stages from boundary i to j."""
 
 
-def choose_cuts(costs: StageCosts, num_stages: int) -> Cuts:
+def best_cuts(costs: StageCosts, num_stages: int) -> Cuts:
     """Return the cuts with the fastest slowest stage.
 
     Args:

@@ -13,7 +13,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.validate_plan import HALF
-from roundelay.planning.default_choices import staleness
+from roundelay.planning.default_workers import staleness
 from roundelay.planning.on_mesh import on_mesh
 from roundelay.schedules import schedule_named
 

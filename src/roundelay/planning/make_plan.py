@@ -22,7 +22,7 @@ from roundelay.planner.choose_micro_batches import MicroBatchChoice, choose_micr
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
-from roundelay.planning.default_choices import choose_faster
+from roundelay.planning.default_workers import choose_faster
 from roundelay.planning.examined import Examined
 from roundelay.planning.memory_limit import check_memory
 from roundelay.planning.on_mesh import on_mesh

@@ -35,7 +35,7 @@ from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.plan_options import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.prove_plan import prove, prove_checked
 from roundelay.planning.check_here import check_here, refuse_launched
-from roundelay.planning.default_choices import workers_are_open
+from roundelay.planning.default_workers import workers_are_open
 from roundelay.planning.examined import Examined, hardware_here
 from roundelay.planning.job_file import GivenJob, given_job
 from roundelay.planning.make_plan import Planned, PlanRequest, measured_plan, plan_one_or_two_workers

@@ -19,7 +19,7 @@ from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
-from roundelay.runtime.boxing import Boxing
+from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.collectives import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.links import Room

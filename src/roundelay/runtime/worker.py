@@ -24,7 +24,7 @@ from roundelay.ir.work import Settings, Work
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
-from roundelay.runtime.boxing import Boxing
+from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over

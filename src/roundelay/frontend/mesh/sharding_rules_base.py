@@ -1,6 +1,6 @@
 """What the rules of every family make a node's form from: its arguments, their shapes, labels of dimensions.
 
-What a label means is said in :mod:`roundelay.frontend.mesh.sharding_rules`. Most rules use the numbers of dimensions as
+What a label means is said in :mod:`roundelay.frontend.mesh.find_sharding_rule`. Most rules use the numbers of dimensions as
 labels.
 """
 
