@@ -1,7 +1,7 @@
 """What the rules of every family make a node's form from: its arguments, their shapes, labels of dimensions.
 
-What a label means is said in :mod:`roundelay.frontend.mesh.find_sharding_rule`. Most rules use the numbers of dimensions as
-labels.
+What a label means is said in :mod:`roundelay.frontend.mesh.find_sharding_rule`. Most rules use the numbers of
+dimensions as labels.
 """
 
 from __future__ import annotations
