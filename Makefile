@@ -36,7 +36,7 @@ test-quick: $(DONE) ## Run what needs neither torch nor processes, the contracts
 test: $(DONE) ## Run a sample of the tests that turns with every commit, on two processes (10 minutes)
 	@$(BIN)/pytest --sample -n 2 --dist loadfile
 
-test-all: $(DONE) ## Run all tests, on two processes (25 minutes)
+test-all: $(DONE) ## Run all tests, on two processes (45 minutes)
 	@$(BIN)/pytest -n 2 --dist loadfile
 
 test-cuda-build: $(CUDA)/.done ## Run what forks on torch's CUDA build, without a GPU: an environment of 5 GB; CUDA_PYTHON=python3.12

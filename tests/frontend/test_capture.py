@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 from roundelay.errors import CaptureError, JobError
 from roundelay.frontend import Captured, capture
 from roundelay.frontend.batch import split
+from roundelay.runtime.loading.loader_epoch import Generators
 from tests.frontend.cutting import (
     captured_of,
     cut_after,
@@ -418,3 +420,21 @@ def test_a_first_batch_of_windows_into_another_tensor_asks_nothing_of_later_ones
     own = (torch.randint(5, (4, 4)), torch.randint(5, (4,)))
     for batch in (windows, own, *split(windows, 3), *split(own, 3)):
         assert torch.equal(next(iter(captured.values(batch).values())), batch[0])
+
+
+def test_a_loader_of_another_thread_that_seeds_is_not_the_forward_s_doing() -> None:
+    """It waits while the forward is traced."""
+    generators, ended = Generators(), threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            generators.seed(0, 0)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(5):
+            capture(Net(), squares, pairs(), inputs=only_x)
+    finally:
+        ended.set()
+        reader.join()

@@ -18,6 +18,7 @@ import torch.fx
 
 from roundelay.errors import CaptureError
 from roundelay.frontend.export.gradient_hooks import only_looks
+from roundelay.frontend.stages.keyed_rng import DEFAULT_GENERATOR_LOCK
 from roundelay.reach.reachable_state import PYTHON_GENERATORS, ReachableState
 
 _KEPT = "operations with gradients of torch's own: a stage's backward runs no user code"
@@ -131,12 +132,16 @@ def autograd_nodes(tensors: Iterable[torch.Tensor], known: Container[Any] = ()) 
 def refusing_draws(what: str = "the model's forward") -> Iterator[None]:
     """Refuse code within the block that draws from Python's or NumPy's default generators.
 
+    Other threads that draw, as a data loader's may, wait for the block's end.
+
     Args:
         what: the code's name, the subject of the CaptureError.
     """
-    state = ReachableState(PYTHON_GENERATORS)
-    yield
-    if changes := state.changes():
+    with DEFAULT_GENERATOR_LOCK:
+        state = ReachableState(PYTHON_GENERATORS)
+        yield
+        changes = state.changes()
+    if changes:
         raise CaptureError(
             what,
             got=f"a number drawn by {changes[0].slot.path}",

@@ -196,7 +196,10 @@ _UNLIKELY = 0x5EED_0F_A_F0_12_3A
 
 @contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """Refuse code within the block that seeds torch's default generator, by a CaptureError."""
+    """Refuse code within the block that seeds torch's default generator, by a CaptureError.
+
+    Other threads that seed it, as a data loader's may, wait: the caller holds their lock.
+    """
     state = torch.random.get_rng_state()
     torch.default_generator.manual_seed(_UNLIKELY)
     lines: list[str] = []
