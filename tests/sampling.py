@@ -21,7 +21,7 @@ from zlib import crc32
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
-CAP_S = 1.0
+CAP_S = 0.8
 """Seconds that one function may take on an average commit."""
 
 ALWAYS = {
