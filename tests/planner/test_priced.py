@@ -119,6 +119,7 @@ def job(kind: type[nn.Module]) -> Job:
     )
 
 
+ON_CPU: dict[str, Any] = {"devices": "cpu"}
 CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (Perceptron, {"workers": 2, "cuts": "equal"}),
     (Perceptron, {"workers": 3, "rule": "pipeoptim", "cuts": "roofline", "micro_batches": 2}),
@@ -165,7 +166,7 @@ def without_torch(folder: Path) -> list[tuple[Plan, float]]:
     """Every case as it is priced in a process that cannot import torch."""
     machine = asdict(hardware_here())
     lines = [
-        json.dumps([str(folder / f"{kind.__name__}-{choices.get('precision', 'fp32')}"), choices, machine])
+        json.dumps([str(folder / f"{kind.__name__}-{choices.get('precision', 'fp32')}"), ON_CPU | choices, machine])
         for kind, choices in CASES
     ]
     done = run([sys.executable, "-c", PRICER], input="\n".join(lines), capture_output=True, text=True, check=False)
@@ -177,7 +178,7 @@ def without_torch(folder: Path) -> list[tuple[Plan, float]]:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_what_is_sent_and_exchanged_is_what_a_plan_says(number: int, without_torch: list[tuple[Plan, float]]) -> None:
     kind, choices = CASES[number]
-    plan = roundelay.plan(job(kind), **choices)
+    plan = roundelay.plan(job(kind), **ON_CPU | choices)
     found, seconds = without_torch[number]
     measured = {"stages", "read_s", "deadline_s"}
     for one in fields(Plan):
@@ -216,3 +217,15 @@ def test_what_was_not_collected_is_told() -> None:
     facts = facts_of(Perceptron, "fp32")
     with pytest.raises(roundelay.RoundelayError, match="the facts of the model: the model's precision: got bf16"):
         priced(facts, Choices(workers=2, precision="bf16"), Hardware(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("choices", "machine"),
+    [({"transport": "nccl"}, Hardware(16, 16, 2)), ({"devices": "cpu,cuda:0"}, Hardware(16, 16, 1))],
+    ids=["by default", "given"],
+)
+def test_seconds_of_the_cpu_are_no_price_of_a_gpu(choices: dict[str, Any], machine: Hardware) -> None:
+    """Nor is a plan for one made of them."""
+    facts = facts_of(Perceptron, "fp32")
+    with pytest.raises(roundelay.RoundelayError, match="the price of a plan: got workers on cuda:0"):
+        priced(facts, Choices(workers=2, cuts="equal", **choices), machine)

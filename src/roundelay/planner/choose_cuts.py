@@ -13,7 +13,7 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.reading import read
 from roundelay.planner import cut_reasons
-from roundelay.planner.choose_recompute import recomputed_ranges
+from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
 from roundelay.planner.kept_bytes import kept_bytes
 from roundelay.planner.partition_dp import best_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
@@ -101,7 +101,7 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
         return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
     apart = not _on_one_worker(draft)
     terms = CostParameters(
-        again=recomputed_ranges(graph, draft),
+        again=recomputed_positions(graph, draft),
         micro_batches=draft.batch_parts,
         latency_s=draft.latency_s if apart else 0.0,
         bytes_per_s=draft.bytes_per_s if apart else math.inf,

@@ -25,7 +25,7 @@ def choose_modules(
     return tuple(names)
 
 
-def recomputed_ranges(graph: Graph, plan: Plan) -> tuple[range, ...]:
+def recomputed_positions(graph: Graph, plan: Plan) -> tuple[range, ...]:
     """The operations whose forward the backward runs again.
 
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from roundelay.errors import PlanError
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
@@ -14,7 +16,7 @@ from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
-from roundelay.planner.choose_recompute import recomputed_ranges
+from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
 from roundelay.planner.model_facts import ModelFacts
@@ -52,12 +54,14 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
         machine: where the plan would run.
 
     Raises:
-        PlanError: the choices cannot be combined, or not for this model.
+        PlanError: the choices cannot be combined, or not for this model; or a worker is not on the CPU, where the
+            facts were measured.
         CaptureError: the model cannot be cut into so many stages.
     """
     check_given(choices)
     asked = asked_of(facts.graph, choices, machine)
     made = candidate(facts, asked, drafted(facts, asked, asked.choices.workers))
+    _check_devices(made.plan)
     reading, laid = check_plan(made.plan), made.laid
     seconds = _Seconds(facts, made.plan, laid, reading)
     unused = [[n for n in spec.parameters if n in facts.unused] for spec in made.stages.stages]
@@ -70,6 +74,16 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
         exchanges=plan_exchanges(laid, made.stages, reading, unused),
     )
     return Priced(plan, batch_s(plan))
+
+
+def _check_devices(plan: Plan) -> None:
+    if others := [device for device in plan.devices if device != CPU]:
+        raise PlanError(
+            "the price of a plan",
+            got=f"workers on {', '.join(dict.fromkeys(others))}",
+            expected=f"workers on {CPU}, where the seconds of operations were measured",
+            remedy=f"Give devices={CPU!r}, or measure the plan with roundelay.plan.",
+        )
 
 
 def batch_s(plan: Plan) -> float:
@@ -85,7 +99,7 @@ class _Seconds:
         self._plan, self._laid, self._halved = plan, laid, reading.schedule.halved
         self._profile, _ = facts.profile(plan)
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
-        self._whole, again = facts.graph, recomputed_ranges(facts.graph, plan)
+        self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
         self._kept: KeptBytes = kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again)
         self._ends = boundaries_of(facts.graph)

@@ -1,4 +1,7 @@
-"""Collect what a planner must know of a job, once; from then on it needs neither the job nor torch."""
+"""Collect what a planner must know of a job, once; from then on it needs neither the job nor torch.
+
+Operations are measured on the CPU: plans for other devices cannot be priced from these facts.
+"""
 
 from __future__ import annotations
 

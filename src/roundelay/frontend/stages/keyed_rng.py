@@ -55,8 +55,8 @@ class GeneratorLock:
         if not self._lock.acquire(timeout=LONGEST_HELD_S):
             raise DeadlineError(
                 self._what,
-                got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, or `evaluate`",
-                expected="both to return",
+                got=f"another thread has kept it for {LONGEST_HELD_S:g} s: the data loader, capture or `evaluate`",
+                expected="it to return",
                 remedy="Find out why it hangs.",
             )
 
