@@ -53,10 +53,10 @@ def described(captured: Captured, first: list[Any]) -> Found:
         "fp32": asdict(captured.graph),
         "bf16": tried(lambda: asdict(captured.lowering("bf16").graph)),
         "mutated": sorted(captured.builder.mutated),
-        "writes": captured.writes,
+        "writes": [list(captured.effects.written_by_inputs), list(captured.effects.written_by_forward)],
         "reads": f"{reads} {reads.metrics} {None if reads.labels is None else reads.labels.output}",
-        "changed": [[re.sub(r"\d+", "", one.slot.path) for one in changes] for changes in captured.changed],
-        "metric_state": captured.metric_state,
+        "changed": [[re.sub(r"\d+", "", one.slot.path) for one in changes] for changes in (captured.effects.of_forward, captured.effects.of_loss)],
+        "metric_state": captured.effects.read_by_metric,
         "parts": tried(lambda: asdict(batch_divisibility(captured, first, PARTS))),
     }
 

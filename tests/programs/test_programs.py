@@ -102,7 +102,7 @@ def test_a_metric_that_tells_the_time_is_not_taken_for_one_that_goes_on_from_cal
         calls_of["loss"] += 1
         return {"loss": table.entropy(outputs, batch), "elapsed": time.perf_counter() - began}
 
-    assert roundelay.capture(table.job(table.Body(), loss)).metric_state == ""
+    assert roundelay.capture(table.job(table.Body(), loss)).effects.read_by_metric == ""
 
 
 def test_what_a_forward_leaves_reaches_the_loss_under_torchrun() -> None:

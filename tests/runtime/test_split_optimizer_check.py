@@ -12,7 +12,7 @@ import torch
 
 import roundelay
 from roundelay.errors import JobError
-from roundelay.guards.split_optimizer_check import check_split, needs_whole
+from roundelay.guards.optimizer_checks import check_split, needs_whole
 
 Update = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 DIMS = {"matrix": 0, "other": 1, "vector": 0}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundelay.errors import JobError
-from roundelay.guards.stage_optimizer_check import check_narrowing
+from roundelay.guards.optimizer_checks import check_narrowing
 from tests.api.jobs import make
 
 Named = list[tuple[str, nn.Parameter]]

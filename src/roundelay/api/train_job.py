@@ -92,7 +92,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     if session.drained is not None:
         warnings.warn(f"{session.drained.reason}: the first batches read newer weights", PlanWarning, stacklevel=2)
     checked = check_before_training(session, check)
-    own = user_observer(on_update, observers, captured.settings.check)
+    own = user_observer(on_update, observers, captured.effects.settings.check)
     watching = [_Progress(session), own] if progress else [own]
     checkpoint = None if save_to is None else Path(save_to)
     if folder is None:

@@ -39,6 +39,7 @@ from roundelay.frontend.loss_reads import Sample, observe_loss
 from roundelay.frontend.model_call import first_forward, train
 from roundelay.frontend.sharding import Sharding, own_part, split_range
 from roundelay.frontend.side_channels import SampleCall, call_on_sample, refuse_written
+from roundelay.frontend.side_effects import SideEffects
 from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.frontend.stages.precision import autocast, not_in
 from roundelay.frontend.stages.retarget_device import CPU
@@ -60,31 +61,25 @@ class Captured:
         graph: the description from which planner and lowering work.
         inputs: makes the graph's inputs from micro-batches.
         builder: makes the functions of stages.
-        settings: the settings at capture, which must not change.
         checkpointed: paths of modules that the model's code checkpoints itself.
         sharing: by name of a parameter, later ones that share its memory.
-        changed: slots that the forward changes, except buffers, and those that the loss changes.
-        writes: batch fields that ``inputs`` writes into, and those that the forward writes into.
+        effects: what its code does besides computing the loss.
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
         whole: without it; None where there is none.
         states: how the optimizer's states of parameters are split over replicas, by name.
-        metric_state: the slot that the loss sets and one of its metrics reads in the next call, in words; or empty.
     """
 
     model: torch.nn.Module
     graph: Graph
     inputs: GraphInputs
     builder: StageBuilder
-    settings: ExternalMutations
     checkpointed: tuple[str, ...]
     sharing: dict[str, tuple[torch.nn.Parameter, ...]]
-    changed: tuple[tuple[Change, ...], tuple[Change, ...]]
-    writes: tuple[tuple[str, ...], tuple[str, ...]]
+    effects: SideEffects
     _describe: Callable[[Exported], Graph]
     sharding: Sharding | None = None
     whole: Captured | None = None
     states: Mapping[str, Split] = field(default_factory=dict)
-    metric_state: str = ""
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
@@ -147,7 +142,7 @@ class Captured:
         Raises:
             JobError: the call differs from the sample's in more than its tensors; or the model's settings have changed.
         """
-        self.settings.check()
+        self.effects.settings.check()
         return self.inputs.values(micro_batch)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -311,19 +306,18 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
             return describe_graph(own, cleaned, draws, loss_call.reads, (few, whole))
 
         graph = describe(exported)
-    changed = (exported.seen.changed, by_loss)
     functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
-    own_changes = call.kept | {change.slot.place for changes in changed for change in changes}
+    by_model = exported.seen.changed
+    own_changes = call.kept | {change.slot.place for change in (*by_model, *by_loss)}
+    settings = ExternalMutations(model, own_changes, functions)
     return Captured(
         model,
         graph,
         GraphInputs(graph, exported, call.inputs, call.shape, layout(sample), writes=bool(call.written)),
         StageBuilder(exported, graph, cleaned.mutated, loss_call),
-        ExternalMutations(model, own_changes, functions),
         tuple(checkpointed),
         _sharing(model),
-        changed,
-        (call.written, by_forward),
+        SideEffects(settings, by_model, by_loss, call.written, by_forward),
         describe,
     )
 

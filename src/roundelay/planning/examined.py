@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -12,9 +12,8 @@ import torch
 from roundelay.cores import all_threads, usable_cores
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, split
-from roundelay.frontend.export.gradient_hooks import uncalled
-from roundelay.guards.split_optimizer_check import needs_whole
-from roundelay.guards.statelessness import preserving_state
+from roundelay.guards.optimizer_checks import needs_whole
+from roundelay.guards.watch import preserving_state
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
@@ -61,10 +60,7 @@ class Examined:
 
     def untouched(self) -> AbstractContextManager[object]:
         """A block in which the model may be called: afterwards the job's state is as it was, and no hook has run."""
-        with ExitStack() as stack:
-            stack.enter_context(preserving_state(self.job))
-            stack.enter_context(uncalled(self.job.model))
-            return stack.pop_all()
+        return preserving_state(self.job, hooks=False)
 
     def sample(self, draft: Plan) -> Batch:
         """The first micro-batch of the size that will be trained on."""

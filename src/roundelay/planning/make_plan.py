@@ -132,7 +132,7 @@ def _measure(source: Examined, made: Candidate, *, requested: bool) -> tuple[Pla
 
     measured = profiles() if set(draft.devices) != {CPU} else in_child(profiles, what, list[StageProfile])
     read_s = _reading_s(source, captured, draft)
-    captured.settings.check()  # the loader may have changed the model
+    captured.effects.settings.check()  # the loader may have changed the model
     result = replace(
         draft,
         stages=_stages(captured.graph, draft, stages, measured),

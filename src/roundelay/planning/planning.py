@@ -14,14 +14,8 @@ from roundelay.frontend import Captured
 from roundelay.frontend import capture as capture_model
 from roundelay.frontend.batch import Batch
 from roundelay.frontend.model_call import train as train_mode
-from roundelay.guards.lr_schedule_check import check_reproducible
-from roundelay.guards.statelessness import (
-    check_metrics,
-    check_sharing,
-    check_stateless,
-    preserving_state,
-    refusing_calls,
-)
+from roundelay.guards.examine import examine
+from roundelay.guards.watch import preserving_state, refusing_calls
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import Partition
@@ -42,7 +36,7 @@ from roundelay.planning.make_plan import Planned, PlanRequest, measured_plan, pl
 from roundelay.planning.num_micro_batches import check_counts
 from roundelay.planning.on_mesh import laid_of, on_mesh
 from roundelay.planning.torch_scope import on_all_threads, without_dumps
-from roundelay.planning.validate_job import check_evaluated, check_inputs, check_job
+from roundelay.planning.validate_job import check_inputs, check_job
 from roundelay.planning.weights_file import check_filled, fill
 from roundelay.runtime.loading.loader_probe import first_batch
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
@@ -81,11 +75,8 @@ def _captured(job: Job, sample: Batch) -> Captured:
         check_inputs(job, sample)
     with without_dumps():
         captured = capture_model(job.model, job.loss, sample, job.inputs)
-    captured = replace(captured, metric_state=check_stateless(job, captured, sample))
-    check_sharing(job, captured)
+    captured = examine(job, captured, sample)
     check_counts(captured, sample)
-    if check_reproducible(job).waits:
-        check_evaluated(job)
     return captured
 
 
@@ -196,7 +187,6 @@ def fitted(captured: Captured, plan: Plan) -> Partition:
     stages = partition(captured.graph, ends, plan.recompute) if ours else Partition(())
     check_fit(plan, captured.graph.fingerprint, stages)
     check_exchanges(laid_of(captured), stages, reading)
-    check_metrics(captured, len(plan.stages[-1].workers) // reading.mesh.places)
     prove_checked(reading)
     return stages
 

@@ -58,21 +58,6 @@ def check_job(job: Job) -> None:
         raise _wrong("steps", steps, "a whole number of updates, at least 1, or None")
 
 
-def check_evaluated(job: Job) -> None:
-    """Check that a job whose learning rate depends on evaluations has some.
-
-    Raises:
-        JobError: nothing is evaluated.
-    """
-    if job.evaluate is None:
-        raise JobError(
-            "Job(scheduler=...), a ReduceLROnPlateau",
-            got="no Job(evaluate=...)",
-            expected="a number after every epoch, on which the learning rate depends",
-            remedy='Give evaluate=lambda model: {"loss": ...}, or a scheduler that needs no number.',
-        )
-
-
 def check_inputs(job: Job, batch: Any) -> None:
     """Check that the first batch can be used, and that ``inputs`` accepts it.
 

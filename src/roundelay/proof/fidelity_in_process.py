@@ -18,7 +18,7 @@ import torch
 from roundelay.errors import RoundelayError
 from roundelay.fork_safety import STARTED_WITHOUT_DEVICES
 from roundelay.frontend.stages.keyed_rng import default_generators
-from roundelay.guards.statelessness import reachable_state_of
+from roundelay.guards.watch import reachable_state_of
 from roundelay.ir.device_names import CPU
 from roundelay.ir.plan import Plan
 from roundelay.job import Job

@@ -13,7 +13,7 @@ import torch
 
 from roundelay.errors import JobError, NondeterministicError, UsageError
 from roundelay.frontend import Captured, RngKey
-from roundelay.guards.statelessness import reachable_state_of
+from roundelay.guards.watch import reachable_state_of
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan

@@ -179,10 +179,10 @@ class Checkpointer:
     def _evaluate_snapshot(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot, and keep the metric that a learning rate depends on."""
         job, captured, header = self._session.job, self._session.captured, snapshot.header
-        with holding_averages(captured, snapshot.optimizer), captured.settings.suspended():
+        with holding_averages(captured, snapshot.optimizer), captured.effects.settings.suspended():
             evaluated, reason = evaluate(job, captured.model, header.batch + 1, header.epoch)
         restore(captured, snapshot)
-        captured.settings.check()
+        captured.effects.settings.check()
         self.evaluations.append(evaluated)
         self._events.put(evaluated)
         if reason is not None:

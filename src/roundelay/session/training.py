@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from roundelay.checkpoint.checkpoint import Checkpoint, Position
-from roundelay.errors import PlanError, UsageError
+from roundelay.errors import UsageError
 from roundelay.frontend import Captured
-from roundelay.frontend.export.gradient_hooks import hooks_of
-from roundelay.guards.split_optimizer_check import check_split
-from roundelay.guards.stage_optimizer_check import check_narrowing
-from roundelay.guards.statelessness import check_reused
+from roundelay.guards.examine import examine_run
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable, StopTraining
 from roundelay.launching.forked_call import check_transport, isolated, must_isolate_backward
@@ -53,22 +50,6 @@ from roundelay.session.resume import (
 from roundelay.session.run_record import RunRecord, Trained
 from roundelay.session.state_gather import Snapshot, StateGatherer
 from roundelay.session.stop_condition import Length, extent
-
-
-def _refuse_hooks_on_parts(captured: Captured) -> None:
-    """Refuse hooks on the gradients of parameters of which each holder has a part.
-
-    Raises:
-        PlanError: there is one.
-    """
-    split = {*captured.states, *(captured.sharding.parameters if captured.sharding is not None else ())}
-    for name in hooks_of(captured.model).keys() & split:
-        raise PlanError(
-            f"parameter {name!r}",
-            got="a hook on its gradient, of which each holder has a part",
-            expected="a hook on a gradient that one holder has as a whole",
-            remedy="Remove the hook, or leave out --tensor-parallel and --zero.",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +113,10 @@ class Session:
         self.reading = read(plan)
         #: one for each worker; changed only to break a run on purpose
         self.programs = emit(self.reading)
-        check_narrowing(
-            job, list(captured.model.named_parameters()), [stage.parameters for stage in self.partition.stages]
-        )
-        sharding = self.captured.sharding
-        _refuse_hooks_on_parts(self.captured)
-        for splits in ({} if sharding is None else sharding.parameters, self.captured.states):
-            if splits:
-                dims = {name: split.dim for name, split in splits.items()}
-                check_split(job, list(captured.model.named_parameters()), dims)
         if self.reading.transport.workers == "threads":  # other processes check for themselves
             check_devices_exist(plan.devices)
         self.extent = extent(job, length, start, plan)
-        check_reused(job, captured, batches=self.extent.batches, epochs=self.extent.epochs)
+        examine_run(job, self.captured, plan, self.partition, batches=self.extent.batches, epochs=self.extent.epochs)
         self.order = order_of(plan, captured)
         flight = None if start is None else start.flight
         reason = "" if flight is None else changed(flight, self.order)
