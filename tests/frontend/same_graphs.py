@@ -48,15 +48,16 @@ Found = dict[str, Any]
 
 def described(captured: Captured, first: list[Any]) -> Found:
     """All that a capture finds, as plain data."""
-    reads = captured.builder.loss.reads
+    reads, effects = captured.builder.loss.reads, captured.effects
+    changed = (effects.of_forward, effects.of_loss)
     return {
         "fp32": asdict(captured.graph),
         "bf16": tried(lambda: asdict(captured.lowering("bf16").graph)),
         "mutated": sorted(captured.builder.mutated),
-        "writes": [list(captured.effects.written_by_inputs), list(captured.effects.written_by_forward)],
+        "writes": [list(effects.written_by_inputs), list(effects.written_by_forward)],
         "reads": f"{reads} {reads.metrics} {None if reads.labels is None else reads.labels.output}",
-        "changed": [[re.sub(r"\d+", "", one.slot.path) for one in changes] for changes in (captured.effects.of_forward, captured.effects.of_loss)],
-        "metric_state": captured.effects.read_by_metric,
+        "changed": [[re.sub(r"\d+", "", one.slot.path) for one in changes] for changes in changed],
+        "metric_state": effects.read_by_metric,
         "parts": tried(lambda: asdict(batch_divisibility(captured, first, PARTS))),
     }
 

@@ -23,7 +23,7 @@ from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint, ForkedLinks
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
-from roundelay.transport.nccl_p2p import Lane, Place, Wait, open_lanes
+from roundelay.transport.nccl_p2p import Lane, LaneDevice, Wait, open_lanes
 from roundelay.transport.shm import ShmEndpoint
 from roundelay.transport.shm_resources import MIN_RING_BYTES, ShmResources
 from tests.transport.delayed import DelayedEndpoint
@@ -101,10 +101,10 @@ class GlooLane(Lane):
 
 def with_lanes(inner: Endpoint, num_workers: int, tmp_path: Path) -> NcclEndpoint:
     """The endpoint with lanes to all others, as it would be over NCCL."""
-    place = Place(torch.device("cpu"))
+    device = LaneDevice(torch.device("cpu"))
     others = [other for other in range(num_workers) if other != inner.worker]
-    lanes = open_lanes(inner.worker, others, lambda name, sends: GlooLane(tmp_path / name, sends), place, PATIENCE_S)
-    return NcclEndpoint(inner, lanes, place, PATIENCE_S)
+    lanes = open_lanes(inner.worker, others, lambda name, sends: GlooLane(tmp_path / name, sends), device, PATIENCE_S)
+    return NcclEndpoint(inner, lanes, device, PATIENCE_S)
 
 
 def _outcome(body: Body, connect: Callable[[], Endpoint]) -> dict[str, Any]:

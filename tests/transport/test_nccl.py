@@ -18,7 +18,7 @@ from roundelay.session.training import Length, Session
 from roundelay.transport.endpoint import DTYPES, Arrived, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.nccl import NcclEndpoint
-from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce, open_lanes
+from roundelay.transport.nccl_p2p import Lane, LaneDevice, Lanes, Wait, allocate_announced, announce, open_lanes
 from tests.api.jobs import make, mlp
 from tests.transport.harness import with_lanes
 
@@ -90,7 +90,7 @@ def joined() -> tuple[list[NcclEndpoint], list[list[Still]]]:
         others = [k for k in range(3) if k != inner.worker]
         mine = [Still() for _ in range(4)]
         lanes = Lanes(dict(zip(others, mine[:2], strict=True)), dict(zip(others, mine[2:], strict=True)), [*mine])
-        ends.append(NcclEndpoint(inner, lanes, Place(CPU), 5.0))
+        ends.append(NcclEndpoint(inner, lanes, LaneDevice(CPU), 5.0))
         stills.append(mine)
     return ends, stills
 
@@ -141,7 +141,7 @@ def test_lanes_that_nobody_opens_on_the_other_side_are_given_up() -> None:
             raise RuntimeError("nobody came\nto the store")
 
     with pytest.raises(DeadlineError, match="nobody came"):
-        open_lanes(0, [1], lambda name, sends: Alone(), Place(CPU), 5.0)
+        open_lanes(0, [1], lambda name, sends: Alone(), LaneDevice(CPU), 5.0)
 
 
 def test_lanes_are_opened_in_one_order_by_all() -> None:
@@ -151,7 +151,7 @@ def test_lanes_are_opened_in_one_order_by_all() -> None:
         return lambda name, sends: opened.append((worker, name)) or Still()  # type: ignore[func-returns-value]
 
     for worker, others in ((0, [2, 1]), (1, [2, 0]), (2, [0, 1])):
-        lanes = open_lanes(worker, others, make(worker), Place(CPU), 5.0)
+        lanes = open_lanes(worker, others, make(worker), LaneDevice(CPU), 5.0)
         assert sorted(lanes.to) == sorted(lanes.source) == sorted(others)
     wanted = ["0>1", "1>0", "0>2", "2>0", "1>2", "2>1"]
     for worker in range(3):

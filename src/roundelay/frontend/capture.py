@@ -308,7 +308,7 @@ def capture(model: torch.nn.Module, loss: LossFunction, batch: Batch, inputs: In
         graph = describe(exported)
     functions = [("loss", loss), *([] if inputs is None else [("inputs", inputs)])]
     by_model = exported.seen.changed
-    own_changes = call.kept | {change.slot.place for change in (*by_model, *by_loss)}
+    own_changes = call.kept | {change.slot.id for change in (*by_model, *by_loss)}
     settings = ExternalMutations(model, own_changes, functions)
     return Captured(
         model,

@@ -170,9 +170,9 @@ class _Call:
     def structure(self) -> tuple[Any, ...]:
         """All that must be the same on the first rows as on the whole sample."""
         counts, metrics = checked(self.value)[1] is not None, layout(without_metrics(self.value)[1])
-        places = {change.slot.place for change in self.changed}
+        slots = {change.slot.id for change in self.changed}
         labels = None if self.labels is None else self.labels.output
-        return self.seen, self.writes, self.draws, counts, metrics, places, labels
+        return self.seen, self.writes, self.draws, counts, metrics, slots, labels
 
 
 class _ReadWatch(TorchFunctionMode):

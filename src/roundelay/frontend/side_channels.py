@@ -69,7 +69,7 @@ def call_on_sample(model: torch.nn.Module, loss: LossFunction, inputs: Inputs | 
     tensors, shape = CallShape.flatten(*result)
     _check_call(tensors, shape)
     fields = {address: path for path, leaf in reversed(leaves(sample).items()) if (address := _address(leaf))}
-    kept = frozenset(change.slot.place for change in changes)
+    kept = frozenset(change.slot.id for change in changes)
     return SampleCall(inputs, tensors, shape, [fields.get(_address(t)) for t in tensors], tuple(written), kept)
 
 

@@ -48,7 +48,7 @@ def refuse_state(
     found = _found(model, call, other, roots)
     if found is not None:
         change, where = found
-        raise _refusal(change, where, change.slot.place in of_loss)
+        raise _refusal(change, where, change.slot.id in of_loss)
 
 
 def state_of(model: torch.nn.Module, call: Call, other: Call, roots: Sequence[tuple[str, Any]]) -> str:

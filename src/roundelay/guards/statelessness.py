@@ -119,8 +119,8 @@ def _check_calls_on(job: Job, sample: Batch, effects: SideEffects, *, metrics: b
             except Exception:  # state with as many rows as the batch, for example
                 return _call_with_other_weights(job.model, call, _reversed(sample))
 
-        of_loss = {change.slot.place for change in effects.of_loss}
-        of_loss -= {change.slot.place for change in effects.of_forward}
+        of_loss = {change.slot.id for change in effects.of_loss}
+        of_loss -= {change.slot.id for change in effects.of_forward}
         roots = [("model", job.model), ("loss", job.loss)]
         refuse_state(job.model, lambda: call(sample), other, roots, of_loss)
         return state_of(job.model, lambda: both(sample)[1], other, roots) if of_loss and metrics else ""

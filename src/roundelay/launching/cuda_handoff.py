@@ -84,11 +84,11 @@ class StreamEndpoint(Endpoint):
     def _on_own_device(self, value: Value, event: Event | None) -> Value:
         if not isinstance(value, torch.Tensor):
             return value
-        if self._own is not None and value.device == self._device.place:
+        if self._own is not None and value.device == self._device.torch_device:
             self._driver.keep(value, self._own)
             return value
         if value.device.type == "cpu" or self._own is None or event is None:
-            return value.to(self._device.place)
+            return value.to(self._device.torch_device)
         return self._copy(value, event)
 
     def _copy(self, tensor: torch.Tensor, event: Event) -> torch.Tensor:
@@ -100,7 +100,7 @@ class StreamEndpoint(Endpoint):
             )
         source.wait_event(event)
         with self._driver.using(source):
-            copy = tensor.to(self._device.place, non_blocking=True)
+            copy = tensor.to(self._device.torch_device, non_blocking=True)
         self._driver.keep(tensor, source)
         return copy
 

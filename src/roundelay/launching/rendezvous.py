@@ -45,25 +45,26 @@ class ProcessGroup:
     """This process's membership in a group: its rank, the others', and connections to them.
 
     Args:
-        place: how the launcher started this process.
+        launched: how the launcher started this process.
 
     Raises:
         WorkerLostError: the store cannot be reached.
         UsageError: worker 0 cannot open one, or this host does not have the network interface.
     """
 
-    def __init__(self, place: Launched) -> None:
-        self.rank, self.size, self.restart = place.rank, place.size, place.restart
-        self.others = (*range(place.rank), *range(place.rank + 1, place.size))
-        self.leads, self._met = place.rank == LEADER, False
-        self._interface = place.interface if place.nodes > 1 else None
-        check_interface(place)
-        self._served = open_store(place) if place.opens_store and self.leads else None  # lives as long as this process
+    def __init__(self, launched: Launched) -> None:
+        self.rank, self.size, self.restart = launched.rank, launched.size, launched.restart
+        self.others = (*range(launched.rank), *range(launched.rank + 1, launched.size))
+        self.leads, self._met = launched.rank == LEADER, False
+        self._interface = launched.interface if launched.nodes > 1 else None
+        check_interface(launched)
+        serves = launched.opens_store and self.leads
+        self._served = open_store(launched) if serves else None  # lives as long as this process
         try:
-            store = _interruptibly(partial(connect_store, place))
+            store = _interruptibly(partial(connect_store, launched))
         except (RuntimeError, ValueError) as error:
-            raise unreachable(place, error) from error
-        self._store = dist.PrefixStore(f"roundelay/{place.run}", store)  # type: ignore[attr-defined]
+            raise unreachable(launched, error) from error
+        self._store = dist.PrefixStore(f"roundelay/{launched.run}", store)  # type: ignore[attr-defined]
 
     @property
     def met(self) -> bool:
@@ -152,13 +153,13 @@ class ProcessGroup:
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._prefixed_store(f"lane/{name}"), sends)
 
-        place = device.lane_place()
+        lane = device.lane_device()
         try:
-            lanes = open_lanes(self.rank, others, make, place, work.settings.deadline_s)
+            lanes = open_lanes(self.rank, others, make, lane, work.settings.deadline_s)
         except BaseException:  # otherwise the others would wait for this process
             frames.abort("it could not open its lanes")
             raise
-        return NcclEndpoint(frames, lanes, place, work.settings.deadline_s)
+        return NcclEndpoint(frames, lanes, lane, work.settings.deadline_s)
 
     def _prefixed_store(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]

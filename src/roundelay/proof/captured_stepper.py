@@ -48,7 +48,7 @@ class CapturedStepper:
         stages: its stages.
         seed: of the run.
         shared: where plain PyTorch has stored its tensors.
-        place: the device of all stages.
+        device: the device of all stages.
         drawn: by which random operations draw in every micro-batch; by default from torch's default generators.
     """
 
@@ -60,22 +60,22 @@ class CapturedStepper:
         stages: Partition,
         seed: int,
         shared: SharedTensors,
-        place: torch.device = CPU,
+        device: torch.device = CPU,
         drawn: RngKey | None = None,
     ) -> None:
         self._drawn = drawn
-        self._captured, self._plan, self._seed, self._shared, self._place = captured, plan, seed, shared, place
+        self._captured, self._plan, self._seed, self._shared, self._device = captured, plan, seed, shared, device
         start = initial(captured, None, None)
         reading = check_plan(plan)
         works = works_of(reading, emit(reading))
         homes = [works[plan.worker_of(spec.stage)] for spec in stages.stages]
         self.stages = [
-            Stage(captured, spec, job, work, start, place) for spec, work in zip(stages.stages, homes, strict=True)
+            Stage(captured, spec, job, work, start, device) for spec, work in zip(stages.stages, homes, strict=True)
         ]
         own = captured.model.named_parameters()
         names = {id(p): n for n, p in captured.model.named_parameters()}
         self._sharing = {name: [names[id(p)] for p in others] for name, others in captured.sharing.items()}
-        self._untouched: Tensors = {n: t.detach().to(place) for n, t in (*own, *captured.model.named_buffers())}
+        self._untouched: Tensors = {n: t.detach().to(device) for n, t in (*own, *captured.model.named_buffers())}
         rule = plan.loss_scale
         self._scaled, self._scales = rule.on, LossScaler(rule, None)
         self._clip = plan.clip
@@ -89,7 +89,7 @@ class CapturedStepper:
         """
         number, checker = parts[0][0].batch, self.checker
         for i, (header, batch) in enumerate(parts):
-            values = {n: v.to(self._place) for n, v in self._captured.values(batch).items()}
+            values = {n: v.to(self._device) for n, v in self._captured.values(batch).items()}
             outputs, drawn = self._micro_batch(header, values)
             checker.generator(drawn, plain.generators[i])
             loss = [float(outputs[LOSS]), float(outputs.get(COUNT, 0.0))]
@@ -122,7 +122,7 @@ class CapturedStepper:
 
     def _stored(self, index: Index) -> Tensors:
         """What plain PyTorch has stored, on the device."""
-        return {name: tensor.to(self._place) for name, tensor in self._shared.get_all(index).items()}
+        return {name: tensor.to(self._device) for name, tensor in self._shared.get_all(index).items()}
 
     def weights(self) -> Tensors:
         """Every stage's parameters, by name."""

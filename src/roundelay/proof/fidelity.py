@@ -29,7 +29,7 @@ from roundelay.launching.forked_call import isolated
 from roundelay.lower.partition import partition
 from roundelay.planning.planning import fitted, without_mesh
 from roundelay.proof.fidelity_children import FidelityCase, evaluate_in_child, run_captured, run_plain
-from roundelay.proof.fidelity_in_process import call_in_process, must_share_process, place_of
+from roundelay.proof.fidelity_in_process import call_in_process, compared_on, must_share_process
 from roundelay.proof.fidelity_on_mesh import differs_on_mesh
 from roundelay.proof.shared_memory_tensors import SharedTensors
 from roundelay.session.run_summary import UNCHECKED
@@ -135,17 +135,17 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         return Fidelity(unchecked="the loader gives no batch")
     if plan.mesh_size > 1 or plan.states:
         captured = captured.whole or captured
-    place = place_of(plan)
-    in_process = place.type != CPU or must_share_process()
+    device = compared_on(plan)
+    in_process = device.type != CPU or must_share_process()
     if plan.mesh_size > 1:
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
-        if difference := _called(check, "the model on its mesh", job, place, limit_s, in_process=in_process):
+        if difference := _called(check, "the model on its mesh", job, device, limit_s, in_process=in_process):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
     if plan.mesh_size > 1 or plan.states:
         plan, stages = without_mesh(captured, plan), None
     evaluates = evaluates and job.evaluate is not None
     trained = tuple(batches)
-    case = FidelityCase(job, captured, plan, seed, trained, evaluates, place=place, in_process=in_process)
+    case = FidelityCase(job, captured, plan, seed, trained, evaluates, device=device, in_process=in_process)
     shared = _shared_memory(case)
     try:
         results = _compared(case, shared, fitted(captured, plan) if stages is None else stages, limit_s)
@@ -170,7 +170,7 @@ def _shared_memory(case: FidelityCase) -> SharedTensors:
 def _compared(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s: float) -> Fidelity:
     try:
         results = _both(case, shared, stages, limit_s)
-        elsewhere = case.place.type != CPU and results["draws"]
+        elsewhere = case.device.type != CPU and results["draws"]
         if results["difference"] and (results["shifted"] or elsewhere):
             note = "the forward draws numbers that nothing reads: compared with the same numbers at every draw"
             if elsewhere:
@@ -193,7 +193,7 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
     """
 
     def called(call: Callable[[], Any], what: str) -> dict[str, Any]:
-        results: dict[str, Any] = _called(call, what, case.job, case.place, limit_s, in_process=case.in_process)
+        results: dict[str, Any] = _called(call, what, case.job, case.device, limit_s, in_process=case.in_process)
         return results
 
     plain = called(partial(run_plain, case, shared), PLAIN)
@@ -212,11 +212,11 @@ def _both(case: FidelityCase, shared: SharedTensors, stages: Partition, limit_s:
 
 
 def _called(
-    call: Callable[[], Any], what: str, job: Job, place: torch.device, limit_s: float, *, in_process: bool
+    call: Callable[[], Any], what: str, job: Job, device: torch.device, limit_s: float, *, in_process: bool
 ) -> Any:
     """Call one side: in a forked child, or in this process, where no time limit can end it."""
     if in_process:
-        return call_in_process(call, what, job=job, place=place)
+        return call_in_process(call, what, job=job, device=device)
     return isolated(call, what, limit_s=limit_s)
 
 

@@ -50,7 +50,7 @@ class FidelityCase:
         batches: a batch for each update, and its epoch.
         evaluates: also compare the results of ``evaluate``.
         same_draws: every random operation draws from the same seed, however many numbers were drawn before.
-        place: the device on which both sides train.
+        device: the device on which both sides train.
         in_process: both train in the calling process, so that what they change must be put back.
     """
 
@@ -61,7 +61,7 @@ class FidelityCase:
     batches: tuple[tuple[Batch, int], ...]
     evaluates: bool
     same_draws: bool = False
-    place: torch.device = CPU
+    device: torch.device = CPU
     in_process: bool = False
 
 
@@ -85,7 +85,7 @@ def _parts(case: FidelityCase, *, plain: bool) -> Iterator[list[MicroBatchPart]]
 @contextmanager
 def _quiet(case: FidelityCase, *, plain: bool = False) -> Iterator[None]:
     """A context that discards what the user's code prints and warns of: it does so again in the run."""
-    written_out = plain and case.place != CPU
+    written_out = plain and case.device != CPU
     drawing = same_draws(written_out=written_out) if case.same_draws else nullcontext()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()), warnings.catch_warnings(), drawing:
         warnings.simplefilter("ignore")
@@ -95,10 +95,10 @@ def _quiet(case: FidelityCase, *, plain: bool = False) -> Iterator[None]:
 def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
     """Train in plain PyTorch; returns what each update has shown."""
     if case.in_process:
-        move(case.job, case.place)
+        move(case.job, case.device)
     with _quiet(case, plain=True):
         each = case.captured.graph.labels_per_row
-        plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each, place=case.place)
+        plain = PlainStepper(case.job, case.plan, case.seed, shared, labels_per_row=each, device=case.device)
         updates = [asdict(plain.update(parts)) for parts in _parts(case, plain=True)]
         results: dict[str, Any] = {"updates": updates, "averages": shared.put_all(plain.averages), "end": shared.end}
         if not case.evaluates:
@@ -108,7 +108,7 @@ def run_plain(case: FidelityCase, shared: SharedTensors) -> dict[str, Any]:
         with torch.no_grad():
             for name, parameter in plain.named:
                 parameter.data = plain.averages.get(name, parameter.data)
-        if case.place != CPU:
+        if case.device != CPU:
             move(case.job, CPU)  # where a run evaluates
         return results | _evaluated(case)
 
@@ -137,8 +137,8 @@ def run_captured(
         has_counterpart = plan.clip.by == "global"
         compared = plan if has_counterpart else replace(plan, clip=NO_CLIP)
         with torch.no_grad():
-            drawn = KEY if case.same_draws and case.place != CPU else None
-            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.place, drawn)
+            drawn = KEY if case.same_draws and case.device != CPU else None
+            stepper = CapturedStepper(case.job, captured, compared, stages, case.seed, shared, case.device, drawn)
             results = _compare(case, stepper, shared, plain)
     checker = stepper.checker
     return results | {
@@ -231,8 +231,8 @@ def _where(model: torch.nn.Module, text: str) -> str:
             continue
         path, _, name = rest.partition("'")[0].rpartition(".")
         try:
-            place = place_of(type(model.get_submodule(path)), name)
+            where = place_of(type(model.get_submodule(path)), name)
         except AttributeError:
             return ""
-        return f" (set in {place})" if place else ""
+        return f" (set in {where})" if where else ""
     return ""

@@ -33,36 +33,36 @@ def must_share_process() -> bool:
     return not hasattr(os, "fork") or (not STARTED_WITHOUT_DEVICES and bool(forked_backward_error()))
 
 
-def place_of(plan: Plan) -> torch.device:
+def compared_on(plan: Plan) -> torch.device:
     """Where a plan's job is compared with plain PyTorch: its first device that is not the CPU, if it has one."""
     return torch.device(next((name for name in plan.devices if name != CPU), CPU))
 
 
-def call_in_process(call: Callable[[], Any], what: str, *, job: Job, place: torch.device) -> Any:
+def call_in_process(call: Callable[[], Any], what: str, *, job: Job, device: torch.device) -> Any:
     """Call a function that trains the user's objects on a device, and leave them as they were.
 
     Args:
         call: returns plain data.
         what: what it does, for messages.
         job: whose objects it trains.
-        place: the device; its cached memory is released afterwards.
+        device: the device; its cached memory is released afterwards.
 
     Raises:
         RoundelayError: the call raised it, or something else, which is explained.
     """
     try:
-        with _undone(job), make_device(str(place)).active():
+        with _undone(job), make_device(str(device)).active():
             return call()
     except RoundelayError:
         raise
     except Exception as error:  # of user code, or torch
         raise explain_error(error, what) from error
     finally:
-        if place.type != CPU:
+        if device.type != CPU:
             torch.cuda.empty_cache()
 
 
-def move(job: Job, place: torch.device) -> None:
+def move(job: Job, device: torch.device) -> None:
     """Move a job's model to new memory on a device: parameters, buffers, and what of the user's objects shares theirs.
 
     `Module.to` would leave behind a view that an attribute keeps, or a buffer in a list, and part two tensors that
@@ -74,13 +74,13 @@ def move(job: Job, place: torch.device) -> None:
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in {id(tensor): tensor for tensor in (*own, *sharing)}.values():
         if not (at := _address(tensor)):
-            tensor.data = tensor.data.to(place, copy=True)
+            tensor.data = tensor.data.to(device, copy=True)
             continue
         if at not in storages:
-            storages[at] = _bytes_of(tensor).to(place, copy=True).untyped_storage()
+            storages[at] = _bytes_of(tensor).to(device, copy=True).untyped_storage()
         laid = tensor.storage_offset(), tensor.size(), tensor.stride()
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=place).set_(storages[at], *laid)
-    for module in job.model.modules() if place.type != CPU else ():
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(storages[at], *laid)
+    for module in job.model.modules() if device.type != CPU else ():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
 

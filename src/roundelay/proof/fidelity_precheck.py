@@ -15,7 +15,7 @@ from roundelay.job import Job, Peekable
 from roundelay.planner.check_given import FULL, OFF, QUICK, validate_check
 from roundelay.planning.torch_scope import on_threads
 from roundelay.proof.fidelity import Batches, compare_with_plain, unchecked_reason
-from roundelay.proof.fidelity_in_process import place_of
+from roundelay.proof.fidelity_in_process import compared_on
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.loading.loader_probe import first_batches, second_epoch_batch
 from roundelay.session.training import Session
@@ -95,8 +95,8 @@ def _afforded(job: Job, plan: Plan) -> Check:
 
 def _free_bytes(plan: Plan) -> int:
     """Free memory of the host, and of the device on which the check is made, whichever is less."""
-    place, host = place_of(plan), int(psutil.virtual_memory().available)
-    return host if place.type == CPU else min(host, Cuda().free_bytes(place))
+    device, host = compared_on(plan), int(psutil.virtual_memory().available)
+    return host if device.type == CPU else min(host, Cuda().free_bytes(device))
 
 
 def expected_s(plan: Plan) -> float:

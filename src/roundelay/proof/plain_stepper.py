@@ -73,7 +73,7 @@ class PlainStepper:
         seed: of the run.
         shared: where tensors are stored.
         labels_per_row: if the loss is a mean over labels, by whose number micro-batches are weighted; else 0.
-        place: the device on which it trains, where the model is already.
+        device: the device on which it trains, where the model is already.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class PlainStepper:
         shared: SharedTensors,
         *,
         labels_per_row: float = 0.0,
-        place: torch.device = CPU,
+        device: torch.device = CPU,
     ) -> None:
-        self._labels_per_row, self._place = labels_per_row, place
+        self._labels_per_row, self._device = labels_per_row, device
         self._job, self._plan, self._seed, self._shared = job, plan, seed, shared
-        self._on_device = on_device(place, self._loss_of)
+        self._on_device = on_device(device, self._loss_of)
         self.model = job.model
         if not self.model.training:  # else submodules may be in eval mode on purpose, as capture keeps them
             self.model.train()
         self.named = list(self.model.named_parameters())
         self.optimizer = job.optimizer(list(self.named))
-        choose_alike(self.optimizer, (CPU.type, place.type) if self._shares_memory() else plan.devices)
+        choose_alike(self.optimizer, (CPU.type, device.type) if self._shares_memory() else plan.devices)
         self.has_eval_mode = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
         if self.has_eval_mode:  # schedule-free
             self.optimizer.train()  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ class PlainStepper:
             labels = 0.0 if terms is None else float(terms) / (header.batch_rows * self._labels_per_row)
             weight = labels
         if weight:  # a micro-batch without labels has no mean, and adds nothing
-            with nullcontext() if self._place == CPU else OnDevice(self._place):
+            with nullcontext() if self._device == CPU else OnDevice(self._device):
                 (loss * (self._scale * weight)).backward()
         update.losses.append([float(loss.detach()) if weight else 0.0, 0.0 if count is None else float(count)])
         update.metrics.append(metric_numbers(without_metrics(value)[1]))
@@ -156,16 +156,16 @@ class PlainStepper:
     def _loss_of(self, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, torch.Tensor | None]:
         """What the loss returns, and its number of labels if they are counted."""
         watching = LabelWatch() if self._labels_per_row else nullcontext()
-        with autocast(self._plan.precision, self._place), watching as watch:
+        with autocast(self._plan.precision, self._device), watching as watch:
             value = self._job.loss(self.model(*args, **kwargs), batch)
         return value, None if watch is None else watch.terms_of(without_metrics(value)[0])
 
     def _moved(self, batch: Batch) -> Batch:
         """The same on the device; a tensor that occurs twice occurs twice there."""
-        if self._place == CPU:
+        if self._device == CPU:
             return batch
         moved: dict[int, torch.Tensor] = {}
-        return replace(batch, lambda _, leaf: moved.setdefault(id(leaf), leaf.to(self._place)))
+        return replace(batch, lambda _, leaf: moved.setdefault(id(leaf), leaf.to(self._device)))
 
     def _mean_gradients(self, count: float) -> dict[str, torch.Tensor]:
         """The parameters' gradients without the loss scale; of a loss that sums, their mean over its terms."""

@@ -100,7 +100,7 @@ class StateSlot:
     path: str
 
     @property
-    def place(self) -> SlotId:
+    def id(self) -> SlotId:
         """Identifies the slot."""
         return id(self.holder), self.kind, self.key
 
@@ -177,25 +177,25 @@ class ReachableState:
                 if left < 0:
                     continue
                 value = copied_values(value)
-            self.slots.setdefault(slot.place, slot)
-            self._values.setdefault(slot.place, copy.copy(value) if isinstance(value, ITERATORS) else value)
+            self.slots.setdefault(slot.id, slot)
+            self._values.setdefault(slot.id, copy.copy(value) if isinstance(value, ITERATORS) else value)
 
     def changes(self) -> list[Change]:
         """All changes since: only topmost slots, of holders that could be reached before."""
         changes, seen = [], set()
         for slot, after in _walk(self.roots, {}, self._excluded):
-            if slot.place in seen or slot.place[0] not in self._holders:
+            if slot.id in seen or slot.id[0] not in self._holders:
                 continue
-            seen.add(slot.place)
-            before = self._values.get(slot.place, MISSING)
+            seen.add(slot.id)
+            before = self._values.get(slot.id, MISSING)
             if slot.kind == "values":
                 if before is not MISSING and not same_values(before, after):
                     changes.append(Change(slot, before, copied_values(after)))
             elif not same(before, after):
                 changes.append(Change(slot, before, after))
-        for place, slot in self.slots.items():  # no longer reachable, but perhaps changed
-            if place not in seen and not same_value(slot, self._values[place]):
-                changes.append(Change(slot, self._values[place], slot.read()))
+        for key, slot in self.slots.items():  # no longer reachable, but perhaps changed
+            if key not in seen and not same_value(slot, self._values[key]):
+                changes.append(Change(slot, self._values[key], slot.read()))
         return changes
 
     def restore(self, except_kinds: Collection[Kind] = ()) -> None:
@@ -207,7 +207,7 @@ class ReachableState:
     def first_read(self, changes: Sequence[Change]) -> Change | None:
         """The first of some changes whose slot the roots' code can read."""
         names, _ = self.names()
-        return next((c for c in changes if c.slot.place in self.slots and c.slot.name in names), None)
+        return next((c for c in changes if c.slot.id in self.slots and c.slot.name in names), None)
 
     def names(self) -> tuple[set[str], set[str]]:
         """Names and strings that the roots' functions, and those that they may call by name, read and assign to.
@@ -245,8 +245,8 @@ class ReachableState:
 
     def holding(self, wanted: Any) -> list[StateSlot]:
         """The slots that hold an object, including containers that hold it among others."""
-        parts = {place: value if place[1] == "contents" else (value,) for place, value in self._values.items()}
-        return [self.slots[place] for place, items in parts.items() if any(item is wanted for item in items)]
+        parts = {key: value if key[1] == "contents" else (value,) for key, value in self._values.items()}
+        return [self.slots[key] for key, items in parts.items() if any(item is wanted for item in items)]
 
 
 def reachable_tensors(roots: Sequence[tuple[str, Any]]) -> list[torch.Tensor]:

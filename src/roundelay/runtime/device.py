@@ -30,7 +30,7 @@ from roundelay.runtime.loading.instruction_log import KEPT_INSTRUCTIONS, LogEntr
 from roundelay.runtime.processes.device_failure import RecentIntegers, device_error
 from roundelay.runtime.processes.user_errors import explain_error
 from roundelay.transport.cuda import Cuda, Event, Stream
-from roundelay.transport.nccl_p2p import Place
+from roundelay.transport.nccl_p2p import LaneDevice
 
 REGISTERS = 2
 """Micro-batches that stage 0 holds on its device before their forward: one in use, one being copied."""
@@ -102,7 +102,7 @@ class Device:
         wrap_handlers: called with the handlers; returns those to use.
     """
 
-    place = torch.device(CPU)
+    torch_device = torch.device(CPU)
     """The device as torch knows it."""
 
     def __init__(self, wrap_handlers: Callable[[Handlers], Handlers] = lambda handlers: handlers) -> None:
@@ -112,9 +112,9 @@ class Device:
         """A context in which the calling thread computes on this device."""
         return nullcontext()
 
-    def lane_place(self) -> Place:
+    def lane_device(self) -> LaneDevice:
         """Where tensors are stored that are sent and received on lanes."""
-        return Place(self.place)
+        return LaneDevice(self.torch_device)
 
     def feed(self, data: Data) -> Data:
         """Micro-batches with the tensors of this replica's on this device."""
@@ -149,19 +149,19 @@ class AcceleratorDevice(Device):
     """A CUDA device, with streams of this worker's own.
 
     Args:
-        place: the device.
+        torch_device: the device.
         driver: the interface to CUDA.
         worker: whose; one of that number has the same streams in every run of the process.
         recent: where the integers of micro-batches are kept, by all devices of the run.
     """
 
     def __init__(
-        self, place: torch.device, driver: Cuda, worker: int = 0, recent: RecentIntegers | None = None
+        self, torch_device: torch.device, driver: Cuda, worker: int = 0, recent: RecentIntegers | None = None
     ) -> None:
         super().__init__()
-        self.place, self._driver, self._recent = place, driver, recent
-        self.stream = driver.stream(place, f"worker {worker}")
-        self._copies = driver.stream(place, f"copies for worker {worker}")
+        self.torch_device, self._driver, self._recent = torch_device, driver, recent
+        self.stream = driver.stream(torch_device, f"worker {worker}")
+        self._copies = driver.stream(torch_device, f"copies for worker {worker}")
         self._spans = Spans(driver, self.stream)
 
     @contextmanager
@@ -174,9 +174,9 @@ class AcceleratorDevice(Device):
         with self._driver.using(self.stream), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    def lane_place(self) -> Place:
+    def lane_device(self) -> LaneDevice:
         """The device, with the worker's stream."""
-        return Place(self.place, self._driver, self.stream)
+        return LaneDevice(self.torch_device, self._driver, self.stream)
 
     def feed(self, data: Data) -> Data:
         """Copy each micro-batch while the previous one is in use; see the module's docstring."""
@@ -200,7 +200,7 @@ class AcceleratorDevice(Device):
             if self._recent is not None:
                 self._recent.note(header.g, values)
             with self._driver.using(self._copies):
-                copies = {n: self._driver.pinned(v).to(self.place, non_blocking=True) for n, v in values.items()}
+                copies = {n: self._driver.pinned(v).to(self.torch_device, non_blocking=True) for n, v in values.items()}
             copied = self._driver.event()
             copied.record(self._copies)
             registers.append((((header, copies), *others), copied))
@@ -217,7 +217,7 @@ class AcceleratorDevice(Device):
 
     def explain(self, error: BaseException, where: str, g: int) -> BaseException:
         """As on the CPU; for a lack of memory or a failure of the device, what is known of it."""
-        subject = f"{where} on {self.place}"
+        subject = f"{where} on {self.torch_device}"
         asserted = self._recent is not None and isinstance(error, torch.AcceleratorError)
         wrong = self._recent.wrong(g) if asserted else ""  # type: ignore[union-attr]
         return device_error(subject, error, wrong) or explain_error(error, where)

@@ -24,11 +24,11 @@ class ResumeState:
 
     Args:
         start: what was in flight at the checkpoint from which the run resumes; None if the stage starts empty.
-        place: the stage's device.
+        device: the stage's device.
         anew: whether a resumed run begins a batch anew, with the version before the newest where a forward reads it.
     """
 
-    def __init__(self, start: StageInFlight | None, place: torch.device = CPU, *, anew: bool = False) -> None:
+    def __init__(self, start: StageInFlight | None, device: torch.device = CPU, *, anew: bool = False) -> None:
         self._anew = anew
         self._due: set[int] = set()  # coming checkpoints, by updates made
         #: buffers by updates, of coming checkpoints and ends of epochs
@@ -37,7 +37,7 @@ class ResumeState:
         self._weights: dict[Key, Weights] = {}
         #: micro-batches whose forward is still to be replayed
         self.left = set() if start is None else set(start.versions)
-        self._recalled = {} if start is None or not start.versions else _copies(start.weights, place)
+        self._recalled = {} if start is None or not start.versions else _copies(start.weights, device)
 
     def replayed_weights(self, run: Run) -> Weights | None:
         """The weights of a forward that is replayed after a checkpoint; None for any other forward or backward."""
@@ -105,29 +105,29 @@ class ResumeState:
         return flight
 
 
-def kept_at(start: StageInFlight | None, place: torch.device = CPU) -> dict[int, Weights]:
+def kept_at(start: StageInFlight | None, device: torch.device = CPU) -> dict[int, Weights]:
     """Older versions that will be read by forwards that were not in flight yet."""
     if start is None or start.keep is None:
         return {}
     kept = {key: weights for key, weights in start.weights.items() if not key[1] and key[0] >= start.keep}
-    return {version: weights for (version, *_), weights in _copies(kept, place).items()}
+    return {version: weights for (version, *_), weights in _copies(kept, device).items()}
 
 
-def last_steps(start: StageInFlight, place: torch.device = CPU) -> dict[str, LastStep]:
+def last_steps(start: StageInFlight, device: torch.device = CPU) -> dict[str, LastStep]:
     """Every parameter's last update."""
-    return _moved(start.last, place, copy=True)
+    return _moved(start.last, device, copy=True)
 
 
-def _moved(last: Mapping[str, LastStep], place: torch.device, *, copy: bool) -> dict[str, LastStep]:
+def _moved(last: Mapping[str, LastStep], device: torch.device, *, copy: bool) -> dict[str, LastStep]:
     def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.to(place, copy=copy)
+        return None if tensor is None else tensor.to(device, copy=copy)
 
     return {name: LastStep(step.rate, move(step.displacement), move(step.gradient)) for name, step in last.items()}
 
 
-def _copies(weights: Mapping[Key, Weights], place: torch.device) -> dict[Key, Weights]:
+def _copies(weights: Mapping[Key, Weights], device: torch.device) -> dict[Key, Weights]:
     """Copies in memory that torch has allocated: with a file's alignment, kernels may give other last bits."""
-    return {key: {n: w.to(place, copy=True) for n, w in named.items()} for key, named in weights.items()}
+    return {key: {n: w.to(device, copy=True) for n, w in named.items()} for key, named in weights.items()}
 
 
 def _same(kept: Weights, weights: Mapping[str, torch.Tensor]) -> bool:

@@ -24,22 +24,22 @@ class GradientBucket:
         dtypes: of the flat tensors.
         names: of the gradients in each of them, in order.
         shapes: of all gradients.
-        place: the device of the stage, where what is counted lies too, as there may be no gradient that tells.
+        device: the device of the stage, where what is counted lies too, as there may be no gradient that tells.
     """
 
     dtypes: tuple[torch.dtype, ...]
     names: tuple[tuple[str, ...], ...]
     shapes: Mapping[str, torch.Size]
-    place: torch.device = CPU
+    device: torch.device = CPU
 
     @staticmethod
-    def of(parameters: Iterable[tuple[str, torch.Tensor]], place: torch.device = CPU) -> GradientBucket:
+    def of(parameters: Iterable[tuple[str, torch.Tensor]], device: torch.device = CPU) -> GradientBucket:
         """The bucket for the gradients of these parameters, those that keep what follows aligned first."""
         own = list(parameters)
         buckets = gradient_buckets(tensor_of(name, parameter) for name, parameter in own)
         dtypes = tuple([getattr(torch, bucket[0].dtype) for bucket in buckets])
         names = tuple([tuple([one.name for one in bucket]) for bucket in buckets])
-        return GradientBucket(dtypes, names, {name: parameter.shape for name, parameter in own}, place)
+        return GradientBucket(dtypes, names, {name: parameter.shape for name, parameter in own}, device)
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class GradientBucket:
         """
         self._check(sums)
         pieces = [[sums[name].reshape(-1) for name in names] for names in self.names]
-        pieces.append([torch.tensor([count], dtype=torch.float64, device=self.place)])
+        pieces.append([torch.tensor([count], dtype=torch.float64, device=self.device)])
         if room is None:
             return tuple(map(torch.cat, pieces))
         for own, out in zip(pieces, room, strict=True):

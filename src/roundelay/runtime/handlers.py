@@ -114,7 +114,7 @@ def do_read(context: Context, run: Run) -> MicroBatch | None:
     if run.takes:
         message = context.inbox.pop((run.takes[0][0], run.g))
         header, came = MicroBatch.of(message.header), zip(context.read, message.values, strict=False)
-        values = {name: value.to(context.stage.place) for name, value in came if isinstance(value, torch.Tensor)}
+        values = {name: value.to(context.stage.device) for name, value in came if isinstance(value, torch.Tensor)}
     else:
         dealt = next(context.data)
         header, values = dealt[0]
@@ -435,10 +435,10 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
 def _numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
     """What the loss has returned, with its metrics, as numbers; a device is waited for once."""
     returned = {n: v for n, v in outputs.items() if n in (LOSS, COUNT, LABELS) or n.startswith((METRIC, TERMS))}
-    place = outputs[LOSS].device
-    if place.type == "cpu":
+    device = outputs[LOSS].device
+    if device.type == "cpu":
         return {name: float(value) for name, value in returned.items()}
-    doubles = [value.detach().reshape(()).to(place, torch.float64) for value in returned.values()]
+    doubles = [value.detach().reshape(()).to(device, torch.float64) for value in returned.values()]
     return dict(zip(returned, torch.stack(doubles).tolist(), strict=True))
 
 

@@ -45,7 +45,7 @@ class Stage:
         job: has the optimizer and scheduler.
         work: of its worker.
         initial: the state to start from, on the CPU; copied.
-        place: the device where it computes and keeps its tensors.
+        device: the device where it computes and keeps its tensors.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Stage:
         job: Job,
         work: Work,
         initial: Initial,
-        place: torch.device = CPU,
+        device: torch.device = CPU,
     ) -> None:
-        self.spec, self.place = spec, place
+        self.spec, self.device = spec, device
         own, settings = work.stage(spec.stage), work.settings
         #: its number among the holders of the stage, which of the replicas it is of, and its place in the mesh
         self.holder, self.replica, self.part = holder, replica, part = own.holder, own.replica, own.place
@@ -65,17 +65,17 @@ class Stage:
         if not own.updates:
             initial = replace(initial, optimizer={})
         self.halved = work.program.halved
-        self.function = captured.stage(spec, place, halved=self.halved, part=part)
+        self.function = captured.stage(spec, device, halved=self.halved, part=part)
         self._parts = {"": self.function}
         self.clip = settings.clip
         self.parameters = {
-            n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), place)
+            n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), device)
             for n in spec.parameters
         }
         captured.flatten_recurrent(spec, self.parameters)
         self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters)
         flight = initial.flight_of(spec.stage, self.holder)
-        self.buffers = {n: initial.buffers_of(replica)[n].to(place, copy=True) for n in spec.buffers}
+        self.buffers = {n: initial.buffers_of(replica)[n].to(device, copy=True) for n in spec.buffers}
         self.steps = OptimizerSteps(captured, job, settings, initial, self.owned, first=holder == 0)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
@@ -98,13 +98,13 @@ class Stage:
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
-            last = last_steps(flight, place)
+            last = last_steps(flight, device)
         self._predictions = PredictedWeights(
             settings.predictor, self.steps.optimizer, self.owned.weights, self.steps.rates, self.gradients, last
         )
         anew = work.program.over == "slots"
-        self.in_flight = ResumeState(flight, place, anew=anew)
-        self._older = OlderVersions(kept_at(flight, place), saves_before=anew and own.reads_older)
+        self.in_flight = ResumeState(flight, device, anew=anew)
+        self._older = OlderVersions(kept_at(flight, device), saves_before=anew and own.reads_older)
         carried = Carried(self._older.kept, self.in_flight.recorded)
         self._moving = MovingState(self.parameters, self.buffers, self.gradients, carried)
         #: the weights that the last forward has read, and the autograd leaves made of them; until the next update
@@ -309,7 +309,7 @@ class Stage:
                     if n not in exchange.unused
                     and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
                 ],
-                self.place,
+                self.device,
             )
             for exchange in exchanges
             if exchange.kind == WEIGHT_GRADIENT and exchange.phases in ((), all_reduce())
@@ -344,8 +344,8 @@ class Stage:
         return self.in_flight.hand_over(updates, *older, self._predictions.last)
 
 
-def _parameter(captured: Captured, name: str, weight: torch.Tensor, place: torch.device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(weight.to(place, copy=True), captured.graph.parameters[name].trainable)
+def _parameter(captured: Captured, name: str, weight: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.to(device, copy=True), captured.graph.parameters[name].trainable)
 
 
 def _unscaled(gradients: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

@@ -230,7 +230,7 @@ class _Worker:
 
     def _stage(self, spec: StageSpec, program: Program) -> Stage:
         task, number = self.task, spec.stage
-        stage = Stage(task.captured, spec, task.job, self.work, task.initial, self.device.place)
+        stage = Stage(task.captured, spec, task.job, self.work, task.initial, self.device.torch_device)
         if self.work.stage(number).moves and number not in program.holds:
             stage.leave_state()
         return stage

@@ -23,7 +23,7 @@ import torch
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.transport.checked_endpoint import CheckedEndpoint
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Lost, Message
-from roundelay.transport.nccl_p2p import Lane, Lanes, Place, Wait, allocate_announced, announce
+from roundelay.transport.nccl_p2p import Lane, LaneDevice, Lanes, Wait, allocate_announced, announce
 
 TICK_S = 0.2
 """How often the guard checks whether it should end, in seconds."""
@@ -36,14 +36,14 @@ class NcclEndpoint(CheckedEndpoint):
     Args:
         inner: carries frames and credits, and reports lost workers.
         lanes: carry tensors, to and from the workers that this one exchanges messages with.
-        place: the device whose tensors travel on lanes; others travel in the frames.
+        device: the device whose tensors travel on lanes; others travel in the frames.
         deadline_s: seconds that `close` may take.
     """
 
-    def __init__(self, inner: Endpoint, lanes: Lanes, place: Place, deadline_s: float) -> None:
+    def __init__(self, inner: Endpoint, lanes: Lanes, device: LaneDevice, deadline_s: float) -> None:
         super().__init__(inner.worker, lanes.to)
-        self.carries = ("cpu", place.device.type)
-        self._inner, self._lanes, self._place, self._deadline_s = inner, lanes, place, deadline_s
+        self.carries = ("cpu", device.device.type)
+        self._inner, self._lanes, self._device, self._deadline_s = inner, lanes, device, deadline_s
         self._waits: deque[Wait] = deque()  # of the messages in the inbox, in order
         self._lost: dict[int, str] = {}
         self._losing = threading.Lock()
@@ -52,7 +52,7 @@ class NcclEndpoint(CheckedEndpoint):
         self._guard.start()
 
     def _send(self, to: int, message: Message) -> None:
-        frame, parts = announce(message, self._place.device.type)
+        frame, parts = announce(message, self._device.device.type)
         self._inner.send(to, frame)
         if parts and to not in self._lost:
             try:
@@ -74,7 +74,7 @@ class NcclEndpoint(CheckedEndpoint):
             except RuntimeError as fault:
                 self._lose(delivery.source, str(fault))
                 continue
-            self._place.keep(v for v in delivery.message.values if isinstance(v, torch.Tensor) and v.is_cuda)
+            self._device.keep(v for v in delivery.message.values if isinstance(v, torch.Tensor) and v.is_cuda)
             return delivery
 
     def _close(self) -> None:
@@ -123,7 +123,7 @@ class NcclEndpoint(CheckedEndpoint):
 
     def _main(self) -> None:
         """The guard thread."""
-        with self._place.receiving():
+        with self._device.receiving():
             while not self._stop.is_set():
                 try:
                     delivery = self._inner.receive(TICK_S)
@@ -137,7 +137,7 @@ class NcclEndpoint(CheckedEndpoint):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Arrived):
             try:
-                message, parts = allocate_announced(delivery.message, self._place.device)
+                message, parts = allocate_announced(delivery.message, self._device.device)
                 wait = self._lanes.source[delivery.source].post(parts) if parts else lambda: None
             except (InternalError, RuntimeError) as fault:
                 self._lose(delivery.source, str(fault))

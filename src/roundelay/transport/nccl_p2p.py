@@ -115,7 +115,7 @@ class NcclLane(Lane):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaneDevice:
     """A worker's device and CUDA stream; without a driver, the CPU."""
 
     device: torch.device
@@ -171,7 +171,7 @@ class Lanes:
 
 
 def open_lanes(
-    worker: int, others: Sequence[int], make: Callable[[str, bool], Lane], place: Place, deadline_s: float
+    worker: int, others: Sequence[int], make: Callable[[str, bool], Lane], device: LaneDevice, deadline_s: float
 ) -> Lanes:
     """Open lanes to and from ``others``, and send a byte over each: the first use of a lane waits for its other side.
 
@@ -182,7 +182,7 @@ def open_lanes(
         worker: this worker's number.
         others: the workers that it exchanges messages with.
         make: makes a lane from its name and whether this side sends.
-        place: this worker's device.
+        device: this worker's device.
         deadline_s: seconds that this may take.
 
     Raises:
@@ -192,11 +192,11 @@ def open_lanes(
     broken: list[Exception] = []
 
     def opened() -> None:
-        with place.receiving():
+        with device.receiving():
             for first, second in sorted((min(worker, other), max(worker, other)) for other in others):
                 for source, target in ((first, second), (second, first)):
                     lane = make(f"{source}>{target}", source == worker)
-                    byte = torch.zeros(1, dtype=torch.uint8, device=place.device)
+                    byte = torch.zeros(1, dtype=torch.uint8, device=device.device)
                     lanes.opened.append(lane)
                     if source == worker:
                         lanes.to[target] = lane

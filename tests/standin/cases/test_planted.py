@@ -78,7 +78,7 @@ def count_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
     real = GradientBucket.pack
 
     def pack(self: GradientBucket, *args: Any, **more: Any) -> Any:
-        return real(dataclasses.replace(self, place=torch.device("cpu")), *args, **more)
+        return real(dataclasses.replace(self, device=torch.device("cpu")), *args, **more)
 
     patch.setattr(GradientBucket, "pack", pack)
 

@@ -37,18 +37,18 @@ class OnDevice(TorchFunctionMode):
     """A context in which code that was written for the CPU computes on a device.
 
     Args:
-        place: the device.
+        device: the device.
     """
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._place = place
+        self._device = device
         #: tensor of elsewhere to its version and its copy, while it lives
         self._copies: Any = WeakIdKeyDictionary()
 
     def __enter__(self) -> OnDevice:
         _redirect_autocast()
-        _entered().append(self._place.type)
+        _entered().append(self._device.type)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -61,9 +61,9 @@ class OnDevice(TorchFunctionMode):
         if func in _device_constructors():
             generator = kwargs.get("generator")
             if kwargs.get("device") is None and (generator is None or generator.device.type != "cpu"):
-                kwargs = {**kwargs, "device": self._place}
+                kwargs = {**kwargs, "device": self._device}
             return func(*args, **kwargs)
-        if func in _TO_NUMPY and args[0].device == self._place:
+        if func in _TO_NUMPY and args[0].device == self._device:
             return func(args[0].detach().cpu() if args[0].requires_grad else args[0].cpu(), *args[1:], **kwargs)
         if func not in _CROSSING and _are_mixed(args, kwargs):
             return self._together(func, args, kwargs)
@@ -72,29 +72,29 @@ class OnDevice(TorchFunctionMode):
     def _together(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of tensors of two devices with all of them on one."""
         written = kwargs.get("out", args[0] if args and _writes(func) else None)
-        if isinstance(written, torch.Tensor) and written.device != self._place:
+        if isinstance(written, torch.Tensor) and written.device != self._device:
             there = partial(torch.Tensor.to, device=written.device)
             return func(*_mapped(args, there), **_mapped(kwargs, there))
         return func(*_mapped(args, self._here), **_mapped(kwargs, self._here))
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == self._place:
+        if tensor.device == self._device:
             return tensor
         if tensor.requires_grad:  # a copy that gradients flow through is of this call
-            return tensor.to(self._place)
+            return tensor.to(self._device)
         version, copy = self._copies.get(tensor, (-1, tensor))
         if version != tensor._version:
-            copy = tensor.to(self._place)
+            copy = tensor.to(self._device)
             self._copies[tensor] = tensor._version, copy
         found: torch.Tensor = copy
         return found
 
 
-def on_device(place: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
+def on_device(device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
     """The function, called under an :class:`OnDevice` of its own; on the CPU the function itself."""
-    if place == CPU:
+    if device == CPU:
         return call
-    mode = OnDevice(place)
+    mode = OnDevice(device)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with mode:
