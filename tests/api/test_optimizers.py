@@ -63,6 +63,25 @@ def test_a_group_of_which_a_stage_has_nothing_is_not_empty_to_its_optimizer(sche
     assert roundelay.verify(job(), plan=plan, steps=5).equal
 
 
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update."""
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
+def test_a_plan_with_parts_of_states_is_refused_for_an_optimizer_that_looks_at_the_whole() -> None:
+    plan = roundelay.plan(make(small(), optimizer=sgd), data_parallel=2, zero=1, workers=1, rule="1f1b")
+    other = make(small(), optimizer=lambda named: Normed(named, lr=0.1, momentum=0.9))
+    with pytest.raises(JobError, match=r"Normed: got a step that applies .*norm.* of each a worker has a part"):
+        roundelay.train(other, plan=plan, steps=2)
+
+
 def sgd(named: Any) -> torch.optim.Optimizer:
     """With a state."""
     return torch.optim.SGD(named, lr=0.1, momentum=0.9)

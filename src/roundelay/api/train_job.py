@@ -12,7 +12,9 @@ from typing import Unpack
 
 from roundelay.env import launched_as, runs_folder
 from roundelay.errors import PlanWarning, UsageError
+from roundelay.frontend import Captured
 from roundelay.ir.plan import Plan
+from roundelay.job import Job
 from roundelay.observe.progress_lines import ProgressLines
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.planner.check_given import check_length, validate_check
@@ -87,10 +89,7 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     check_length(steps, epochs)
     _warn_of_launcher()
     made, captured, planned = captured_and_planned(train, job, plan, seed, choices)
-    start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=made.weights is not None)
-    session = Session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), start)
-    if session.drained is not None:
-        warnings.warn(f"{session.drained.reason}: the first batches read newer weights", PlanWarning, stacklevel=2)
+    session = _session(made, captured, planned.plan, seed, Length(steps=steps, epochs=epochs), resume)
     checked = check_before_training(session, check)
     own = user_observer(on_update, observers, captured.effects.settings.check)
     watching = [_Progress(session), own] if progress else [own]
@@ -101,6 +100,14 @@ def train(  # noqa: PLR0913  as many parameters as the command has options
     return _recorded(
         session, folder, checkpoint, checkpoint_every or 0, watching, (checked, planned.notices), report=progress
     )
+
+
+def _session(job: Job, captured: Captured, plan: Plan, seed: int, length: Length, resume: str | Path | None) -> Session:
+    start = None if resume is None else load_checkpoint(Path(resume), captured, lazily=job.weights is not None)
+    session = Session(job, captured, plan, seed, length, start)
+    if session.drained is not None:
+        warnings.warn(f"{session.drained.reason}: the first batches read newer weights", PlanWarning, stacklevel=3)
+    return session
 
 
 def _warn_of_launcher() -> None:
