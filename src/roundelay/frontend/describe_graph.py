@@ -21,7 +21,7 @@ from roundelay.frontend.export.export_substitutes import takes_statistics
 from roundelay.frontend.export.recurrent import FLOPS
 from roundelay.frontend.few_rows import Rows
 from roundelay.frontend.graph_passes import Cleaned
-from roundelay.frontend.graph_run import DRAW, call_node, run_nodes, value_of
+from roundelay.frontend.graph_run import DRAW, call_node, is_mutable, run_nodes, value_of
 from roundelay.frontend.loss import LossReads
 from roundelay.frontend.loss_metrics import value_names
 from roundelay.ir.graph import BATCH, INPUT, Graph, Op, Parameter, Value, ValueKind
@@ -66,7 +66,7 @@ def describe_graph(
         values=values,
         parameters=parameters,
         buffers={r.name: 0 if r.tensor is None else r.tensor.nbytes for r in roles if r.kind == "buffer"},
-        cuts=_legal_cuts(ops, outputs, values, cleaned),
+        cuts=_legal_cuts(ops, outputs, values, _spans(exported, cleaned)),
         loss_counts=reads.counts,
         fingerprint=_fingerprint(exported, parameters, reads),
         sample_rows=rows,
@@ -183,8 +183,16 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def _spans(exported: Exported, cleaned: Cleaned) -> list[tuple[str, ...]]:
+    """Groups between whose operations there is no cut; not those whose write makes a new value in this graph."""
+    nodes = exported.module.graph.nodes
+    pure = {n.name for n in nodes if isinstance(n.target, torch._ops.OpOverload) and not is_mutable(n.target)}
+    anew = cleaned.writers & pure
+    return [names for names in cleaned.uncuttable if names[-1] not in anew]
+
+
 def _legal_cuts(
-    ops: Sequence[Op], outputs: Sequence[str], values: dict[str, Value], cleaned: Cleaned
+    ops: Sequence[Op], outputs: Sequence[str], values: dict[str, Value], spans: Sequence[Sequence[str]]
 ) -> tuple[int, ...]:
     """Positions where only tensors and numbers cross, and no storage is between its creation and its last write."""
     position = {op.name: i for i, op in enumerate(ops)}
@@ -196,7 +204,7 @@ def _legal_cuts(
     for name, value in values.items():
         if value.kind == "other" and name in last_use and name in position:
             closed[position[name] : last_use[name]] = [True] * (last_use[name] - position[name])
-    for names in cleaned.uncuttable:
+    for names in spans:
         positions = [position[name] for name in names if name in position]  # the others were pruned
         if positions:
             closed[min(positions) : max(positions)] = [True] * (max(positions) - min(positions))

@@ -248,7 +248,7 @@ def _writes_out_of_place(exported: Exported, run: FirstRun) -> list[tuple[str, .
             continue
         others = [m for m in aliases if m is not written and order[m] < order[node]]
         seen_later = any(order[user] > order[node] for member in others for user in member.users)
-        replacement = _out_of_place(node)
+        replacement = out_of_place(node)
         if replacement is not None and node.args[0] is written and not seen_later:
             node.target = replacement
             del writes[node]
@@ -285,7 +285,7 @@ def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[li
     return result
 
 
-def _out_of_place(node: Node) -> Any:
+def out_of_place(node: Node) -> Any:
     """The out-of-place counterpart of an in-place operator, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

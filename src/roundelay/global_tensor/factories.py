@@ -23,7 +23,11 @@ def tensor(whole: torch.Tensor, *, placement: Placement, sbp: Signature = B) -> 
     """
     check_signature(whole.shape, sbp, placement)
     inside = placement.position is not None
-    local = boxed(whole.detach(), whole.shape, B, sbp, placement).clone() if inside else whole.new_empty(0)
+    local = (
+        boxed(whole.detach().resolve_conj().resolve_neg(), whole.shape, B, sbp, placement).clone()
+        if inside
+        else whole.new_empty(0)
+    )
     return GlobalTensor(LocalTensor(local, tuple(whole.shape), placement, sbp))
 
 
@@ -43,7 +47,7 @@ def from_local(local: torch.Tensor, shape: tuple[int, ...], *, placement: Placem
                 expected=f"{expected}: its part",
                 remedy="Give each process its part, or all of it to roundelay.tensor.",
             )
-    return GlobalTensor(LocalTensor(local.detach(), shape, placement, sbp))
+    return GlobalTensor(LocalTensor(local.detach().resolve_conj().resolve_neg(), shape, placement, sbp))
 
 
 def _made(make: Callable[..., torch.Tensor], name: str) -> Callable[..., GlobalTensor]:

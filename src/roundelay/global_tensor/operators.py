@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundelay.errors import PlanError
@@ -83,7 +84,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PlanError: it is not to be had, naming the operator and the signatures.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    on = _check(func, leaves, dict(enumerate(_distinct(leaves))))
+    on = _check(func, args, kwargs, leaves)
     leaves = [
         LocalTensor(leaf, tuple(leaf.shape), on, B) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
@@ -124,12 +125,17 @@ def _wrapped(made: Compiled, results: Sequence[Any], on: Placement) -> Any:
     shapes, spec = tree_flatten(made.results)
     signatures = iter(made.row.results)
     laid = [
-        LocalTensor(local.contiguous(), tuple(shape.shape), on, next(signatures))
+        LocalTensor(_plain(local), tuple(shape.shape), on, next(signatures))
         if isinstance(local, torch.Tensor)
         else local
         for local, shape in zip(results, shapes, strict=True)
     ]
     return tree_unflatten(laid, spec)
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """As a global tensor and its messages take it: contiguous, conjugated and negated in its memory."""
+    return local.resolve_conj().resolve_neg().contiguous()
 
 
 def _distinct(leaves: Sequence[Any]) -> list[LocalTensor]:
@@ -146,16 +152,18 @@ def _key(leaf: Any, tensors: Mapping[str, LocalTensor]) -> Any:
 def _compiled(
     func: Any, leaves: Sequence[Any], spec: Any, tensors: Mapping[str, LocalTensor], workers: int
 ) -> Compiled:
-    graph = torch.fx.Graph()
+    graph, fake = torch.fx.Graph(), FakeTensorMode()
     nodes = {name: graph.placeholder(name) for name in tensors}
-    for name, laid in tensors.items():
-        nodes[name].meta["val"] = torch.empty(laid.shape, dtype=laid.local.dtype, device="meta")
+    with fake:
+        for name, laid in tensors.items():
+            nodes[name].meta["val"] = torch.empty(laid.shape, dtype=laid.local.dtype, device=laid.local.device)
     named = {id(laid): nodes[name] for name, laid in tensors.items()}
     args, kwargs = tree_unflatten([named.get(id(leaf), leaf) for leaf in leaves], spec)
     node = graph.call_function(func, args, kwargs)
     metas = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     try:
-        node.meta["val"] = func(*metas[0], **metas[1])
+        with fake:
+            node.meta["val"] = func(*metas[0], **metas[1])
     except Exception as error:  # also of shapes that do not fit, in torch's words
         raise _refused(
             func, tensors, str(error).splitlines()[0], "shapes that fit, and results whose shapes follow"
@@ -173,8 +181,11 @@ def _numbers(shape: Sequence[int]) -> int:
     return reduce(operator.mul, shape, 1)
 
 
-def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, LocalTensor]) -> Placement:
+def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> Placement:
     """The placement of an operator's tensors."""
+    tensors = dict(enumerate(_distinct(leaves)))
+    names = [argument.name for argument in func._schema.arguments]
+    named: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     placements = list(dict.fromkeys(laid.placement for laid in tensors.values()))
     if len(placements) > 1:
         both = " and ".join(map(str, placements))
@@ -183,9 +194,11 @@ def _check(func: Any, leaves: Sequence[Any], tensors: Mapping[Any, LocalTensor])
         )
     if any(isinstance(leaf, torch.Tensor) and not _is_alike(leaf) for leaf in leaves):
         raise _refused(func, tensors, "a tensor that is not global", "global tensors", "Make it by roundelay.tensor.")
-    if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, leaves, "dropout_p") != 0.0:
+    draws = named.get("dropout_p", 0.0) != 0.0 or "dropout_p" not in names  # attention draws only for its dropout
+    if torch.Tag.nondeterministic_seeded in func.tags and draws:
         raise _refused(func, tensors, "an operator that draws random numbers", "numbers drawn by roundelay.rand")
-    if func._schema.is_mutable or _writes_statistics(func, leaves):
+    writes_statistics = isinstance(named.get("running_mean"), LocalTensor) and named.get("training") is True
+    if func._schema.is_mutable or writes_statistics:  # of which the schema of a batch norm says nothing
         raise _refused(func, tensors, "an operator that writes into a tensor", "one that makes a new tensor")
     return placements[0]
 
@@ -198,21 +211,6 @@ def _is_alike(leaf: torch.Tensor) -> bool:
 def in_backward() -> bool:
     """Whether autograd computes gradients."""
     return int(torch._C._current_graph_task_id()) != -1
-
-
-def _argument(func: Any, leaves: Sequence[Any], name: str) -> Any:
-    """An argument of an operator that takes no lists, or its default; None if none has this name."""
-    names = [arg.name for arg in func._schema.arguments]
-    if name not in names:
-        return None
-    place = names.index(name)
-    return leaves[place] if place < len(leaves) else func._schema.arguments[place].default_value
-
-
-def _writes_statistics(func: Any, leaves: Sequence[Any]) -> bool:
-    """Whether it is a batch norm that writes its running statistics, of which its schema says nothing."""
-    running, training = (_argument(func, leaves, name) for name in ("running_mean", "training"))
-    return isinstance(running, LocalTensor) and training is True
 
 
 def _refused(

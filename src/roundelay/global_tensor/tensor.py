@@ -49,6 +49,26 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor(shape={tuple(self.shape)}, {self.dtype}, {self.sbp} on {self.placement}{grad})"
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch.
+
+        Raises:
+            PlanError: it reads numbers, which no process has as a whole.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if "data is not allocated yet" not in str(error):
+                    raise
+                raise PlanError(
+                    f"{getattr(func, '__name__', func)} on global tensors",
+                    got="a function that reads numbers of a tensor",
+                    expected="one that makes tensors of tensors",
+                    remedy="Give it x.full(), which every process has.",
+                ) from error
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute an operator."""
         if func is torch.ops.aten.add_.Tensor and in_backward() and not kwargs:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Box, Deduction, Row, ShardedOp, Use, Wanted
-from roundelay.ir.op_form import Dims
+from roundelay.ir.op_form import Dims, OpForm
 from roundelay.ir.sbp import P_MAX, B, P, Partial, Signature, Split
 from roundelay.lower.op_rows import broadcast_row, partial_rows, split_row
 
@@ -133,7 +133,7 @@ def cheapest_row(
         shared = op.flops / FLOPS_PER_BYTE / (1 if row.kind == "broadcast" else workers)
         return 2 * bytes_moved + shared, _PREFERRED[row.kind]
 
-    every = list(_candidates(op, have))
+    every = list(_candidates(op, have, workers))
     row = min(_fitting(op, every, wanted, workers), key=cost)
     if wanted is not None and not wanted.exactly and math.isinf(cost(row)[0]):  # it would move a parameter
         return min(every, key=cost)
@@ -142,8 +142,12 @@ def cheapest_row(
 
 def _price(dims: Dims, own: Signature, wanted: Signature, num_bytes: float, workers: int) -> float:
     """Bytes moved; not to be had where zeros around a part need the size of the whole, which varies with the batch."""
-    varies = isinstance(own, Split) and not all(isinstance(size, int) for _, size in dims[own.dim])
-    return math.inf if varies and wanted == P else moved(own, wanted, num_bytes, workers)
+    return math.inf if wanted == P and _varies(dims, own) else moved(own, wanted, num_bytes, workers)
+
+
+def _varies(dims: Dims, own: Signature) -> bool:
+    """Whether a split dimension's size varies with the batch."""
+    return isinstance(own, Split) and not all(isinstance(size, int) for _, size in dims[own.dim])
 
 
 _PREFERRED = {"split": "0", "broadcast": "1", "partial": "2"}
@@ -187,13 +191,14 @@ def _fitting(op: ShardedOp, rows: Iterable[Row], wanted: Wanted | None, workers:
     return fit or every
 
 
-def _candidates(op: ShardedOp, have: Mapping[str, Sequence[Signature]]) -> Iterator[Row]:
+def _candidates(op: ShardedOp, have: Mapping[str, Sequence[Signature]], workers: int) -> Iterator[Row]:
     """Rows in which something stays as it is. Which worker has the largest number, and so its gradient, none knows."""
     form = op.form
     for name, owned in have.items():
         for own in owned:
             row = split_row(form, name, own) if isinstance(own, Split) else None
-            if isinstance(row, Row) and not (op.differentiable and P_MAX in row.results):
+            has_gradient = op.differentiable and isinstance(row, Row) and P_MAX in row.results
+            if isinstance(row, Row) and not has_gradient and _is_long(form, row, workers):
                 yield row
     for row in partial_rows(form):
         if any(P in have[name] and own == P for name, own in row.args.items()):
@@ -201,12 +206,27 @@ def _candidates(op: ShardedOp, have: Mapping[str, Sequence[Signature]]) -> Itera
     yield broadcast_row(form)
 
 
+def _is_long(form: OpForm, row: Row, workers: int) -> bool:
+    """Whether every worker gets something of what is split: of nothing, few operators make what they should."""
+    args = [(form.args[name], own) for name, own in row.args.items()]
+    both = [*args, *zip(form.results, row.results, strict=False)]
+    return all(_divides(dims, own, workers) for dims, own in both if isinstance(own, Split))
+
+
 class _Reading(NamedTuple):
-    """That an operation, or the graph's end, reads a value."""
+    """That an operation, or the graph's end, reads a value.
+
+    Args:
+        op: its name; empty for the end.
+        wanted: signature with which it computes.
+        given: that of what it contributes to the gradient; None if it contributes nothing.
+        of_whole: whether it makes the wanted from the whole value alone, as a part's place in it is not known.
+    """
 
     op: str
     wanted: Signature
     given: Signature | None
+    of_whole: bool = False
 
 
 def _backward(
@@ -216,23 +236,30 @@ def _backward(
     needed: Mapping[str, Signature],
     sizes: Mapping[str, float],
     weights: Mapping[str, float],
+    parts: frozenset[str] = frozenset(),
 ) -> Deduction:
+    """The rest, from the end to the beginning; ``parts``: operations of whose results all gradients are partial."""
     settled = _Settled(values)
     for name, wanted in needed.items():
         settled.readings.setdefault(name, []).append(_Reading("", wanted, wanted))
     made = {op.name for op in ops}
-    several: dict[str, list[Signature]] = {}  # gradients of an operation's several results
+    several: dict[str, set[Signature]] = {}  # gradients of an operation's several results
     for op in reversed(ops):
-        gradient = settled.settle(op.name, op.differentiable, _reduces(op, values, sizes, weights))
+        is_part = op.takes is not None and op.takes[0] in parts
+        reduces = not is_part and _reduces(op, values, sizes, weights)
+        gradient = settled.settle(op.name, op.differentiable, reduces, is_part=is_part)
         if op.takes is not None:
-            several.setdefault(op.takes[0], []).extend([] if gradient is None else [gradient])
+            several.setdefault(op.takes[0], set()).update([] if gradient is None else [gradient])
             continue
         of_results = P if P in several.get(op.name, ()) or gradient == P else B
         differentiable = op.differentiable or bool(several.get(op.name))
         row = rows[op.name]
         for name, wanted in row.args.items():
             given = row.gradient_of(name, of_results) if differentiable else None
-            settled.readings.setdefault(name, []).append(_Reading(op.name, wanted, given))
+            of_whole = wanted == P and _varies(op.form.args[name], values.get(name, B))
+            settled.readings.setdefault(name, []).append(_Reading(op.name, wanted, given, of_whole))
+    if mixed := {name for name, own in several.items() if {B, P} <= own}:  # what is whole would count on each worker
+        return _backward(ops, values, rows, needed, sizes, weights, parts | mixed)
     for name in sorted(settled.readings.keys() - made):
         settled.settle(name, name in weights, False)
     boxes, uses = tuple(settled.boxes), settled.uses
@@ -258,14 +285,21 @@ class _Settled:
         self.boxes: list[Box] = []
         self.uses: dict[tuple[str, str], Use] = {}
 
-    def settle(self, name: str, differentiable: bool, reduces: bool) -> Signature | None:
-        """Settle a value's gradient, its boxings, and how each consumer reads it."""
+    def settle(self, name: str, differentiable: bool, reduces: bool, *, is_part: bool = False) -> Signature | None:
+        """Settle a value's gradient, its boxings, and how each consumer reads it.
+
+        Args:
+            name: of the value.
+            differentiable: whether it has a gradient.
+            reduces: whether a partial one is reduced here.
+            is_part: it is partial whatever the consumers contribute, if the value is broadcast.
+        """
         own, readings = self._values.get(name, B), self.readings.get(name, [])
-        near = [r for r in readings if is_local(own, r.wanted)]
+        near = [r for r in readings if is_local(own, r.wanted) and not r.of_whole]
         gradient: Signature | None = None
         if differentiable:
             gradient = own if isinstance(own, Split) else B
-        partial = differentiable and own == B and any(_contributes_part(r) for r in near)
+        partial = differentiable and own == B and (is_part or any(_contributes_part(r) for r in near))
         if partial and reduces:
             box = self._box(name, own, B, P, B)
             for reading in near:
@@ -274,8 +308,9 @@ class _Settled:
             gradient = P if partial else gradient
             for reading in near:
                 self._use(reading, name, name, own, gradient)
-        for wanted in dict.fromkeys(r.wanted for r in readings if r not in near):
-            group = [r for r in readings if r.wanted == wanted]
+        boxed = {r: B if r.of_whole else r.wanted for r in readings if r not in near}
+        for wanted in dict.fromkeys(boxed.values()):
+            group = [r for r in boxed if boxed[r] == wanted]
             given = _together(group) if differentiable else None
             box = self._box(name, own, wanted, given, gradient)
             for reading in group:

@@ -23,7 +23,7 @@ from roundelay.planner.source import Divisibility, Hardware
 from roundelay.planner.stage_counts import default_workers as workers_on
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.num_micro_batches import EXAMINED_BATCHES, examined
-from roundelay.planning.on_mesh import mesh_facts, with_softmaxes
+from roundelay.planning.on_mesh import mesh_facts, with_softmaxes, without_writes_of
 from roundelay.planning.profiling import profiled, saved_storages
 from roundelay.planning.torch_scope import user_code
 from roundelay.runtime.device import num_cuda_devices
@@ -89,11 +89,11 @@ class Examined:
 
     def mesh_facts(self) -> MeshFacts:
         """What signatures are deduced from."""
-        return mesh_facts(self.captured)
+        return mesh_facts(without_writes_of(self.captured))
 
     def written_out(self, names: Sequence[str]) -> MeshFacts:
         """The same of the model in which these softmaxes are written out."""
-        return mesh_facts(with_softmaxes(self.captured, names))
+        return mesh_facts(with_softmaxes(without_writes_of(self.captured), names))
 
     def whole_states(self, dims: Mapping[str, int]) -> Mapping[str, str]:
         """Parameters whose optimizer state must be whole, with the reason."""

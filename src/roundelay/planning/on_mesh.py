@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundelay.frontend import Captured
+from roundelay.frontend.mesh.functional_writes import without_writes
 from roundelay.frontend.mesh.written_out_softmax import written_out
 from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops
 from roundelay.ir.plan import Plan
@@ -19,14 +20,15 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
     Raises:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
-    rewritten = captured
+    plain = without_writes_of(captured) if plan.mesh_size > 1 else captured
+    rewritten = plain
 
     def rewrite(names: Sequence[str]) -> MeshFacts:
         nonlocal rewritten
-        rewritten = with_softmaxes(captured, names)
+        rewritten = with_softmaxes(plain, names)
         return mesh_facts(rewritten)
 
-    facts = mesh_facts(captured) if plan.mesh_size > 1 else MeshFacts(captured.graph, (), {})
+    facts = mesh_facts(plain) if plan.mesh_size > 1 else MeshFacts(captured.graph, (), {})
     laid, states = lay(facts, plan, rewrite), states_of(plan, captured.graph)
     if laid is None:
         return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
@@ -38,6 +40,13 @@ def mesh_facts(captured: Captured) -> MeshFacts:
     """What the signatures of a model are deduced from; sizes that vary with the batch are torch's."""
     exported = captured.builder.exported
     return MeshFacts(captured.graph, tuple(sharded_ops(exported, captured.graph)), parameter_places(exported))
+
+
+def without_writes_of(captured: Captured) -> Captured:
+    """The model in which writes in place make new values; itself, if there are none."""
+    exported = captured.builder.exported
+    plain = without_writes(exported)
+    return captured if plain is exported else captured.rewritten(plain)
 
 
 def with_softmaxes(captured: Captured, names: Sequence[str]) -> Captured:

@@ -198,13 +198,14 @@ def without_mesh(captured: Captured, plan: Plan) -> Plan:
         captured: the model, on no mesh.
         plan: any.
     """
-    boxed, known, size = on_mesh(captured, plan).graph, {op.name for op in captured.graph.ops}, plan.mesh_size
-    before: dict[str, str] = {}  # the last operation of the model up to each one
-    for op in boxed.ops:
-        before[op.name] = op.name if op.name in known else next(reversed(before.values()))
+    own, size = captured.graph, plan.mesh_size
+    known = {own.ops[i].name for i in own.cuts} | {own.ops[-1].name}
+    before: dict[str, str] = {}  # the last place to cut the model up to each operation
+    for op in on_mesh(captured, plan).graph.ops:
+        before[op.name] = op.name if op.name in known else next(reversed(before.values()), "")
     stages: list[StagePlan] = []
     for stage in plan.stages:  # a boxing at its beginning is none of its segments
-        past = stages[-1].segments[-1:] if stages else ()
+        past = ("", *(stages[-1].segments[-1:] if stages else ()))
         ends = tuple([end for end in dict.fromkeys(before.get(n, n) for n in stage.segments) if end not in past])
         stages.append(replace(stage, segments=ends, workers=stage.workers[::size]))
     named = {name for stage in stages for name in stage.workers}

@@ -27,7 +27,7 @@ from roundelay.planning.on_mesh import on_mesh
 from roundelay.reference import ReferenceStage
 from roundelay.reference.mesh import Each, backward, forward, local, whole_gradients
 
-RELATIVE = {torch.float64: 1e-6, torch.float32: 2e-4}
+RELATIVE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 2e-4, torch.complex64: 2e-4}
 """Largest relative difference of what is computed in full precision, by dtype; :data:`COARSE` for all else. Norms of
 double models may compute in float32."""
 
@@ -53,8 +53,8 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
     values = whole.values(micro_batch)
     theirs = _computed(whole, values, seed, plan)
     ours = _computed(on_mesh(whole, plan), values, seed, plan)
-    near = RELATIVE if plan.precision == FULL else {}
-    size = sum(float(gradient.double().square().sum()) for gradient in theirs[1].values()) ** 0.5
+    near = {} if _rounds(whole, plan) else RELATIVE
+    size = sum(_norm(gradient) ** 2 for gradient in theirs[1].values()) ** 0.5
     for what, of_mesh, of_whole in zip(("loss", "gradient of", "buffer"), ours, theirs, strict=True):
         for name in sorted({*of_mesh, *of_whole}):
             far = _distance(of_mesh.get(name), of_whole.get(name), size if what == "gradient of" else 0.0, near)
@@ -71,11 +71,21 @@ def _distance(
         return "there is none" if own is None else "there is one"
     if own.shape != other.shape:
         return f"its shape is {tuple(own.shape)}, not {tuple(other.shape)}"
-    if not own.is_floating_point():
+    if not (own.is_floating_point() or own.is_complex()):
         return "" if torch.equal(own, other) else "another value"
-    scale = max(float(other.double().norm()), OF_ALL * size)
-    far = float((own.double() - other.double()).norm()) / (scale or 1.0)
+    far = _norm(own.to(torch.complex128) - other.to(torch.complex128)) / (max(_norm(other), OF_ALL * size) or 1.0)
     return "" if far <= near.get(own.dtype, COARSE) else f"it differs by {far:.2g} of its size"
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().double().norm())
+
+
+def _rounds(captured: Captured, plan: Plan) -> bool:
+    """Whether something is computed in low precision, by the plan or by the model itself."""
+    graph = captured.graph
+    kinds = {value.dtype for value in graph.values.values()} | {own.dtype for own in graph.parameters.values()}
+    return plan.precision != FULL or bool(kinds & {"bfloat16", "float16"})
 
 
 def _computed(captured: Captured, values: Tensors, seed: int, plan: Plan) -> tuple[Tensors, Tensors, Tensors]:

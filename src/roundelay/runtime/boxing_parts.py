@@ -30,7 +30,8 @@ class Boxing:
 
     def packed(self, value: torch.Tensor) -> Parts:
         """What the worker gives."""
-        return (value.reshape(exchanged_shape(value.shape, self.source, self.target)),)
+        plain = value.resolve_conj().resolve_neg()
+        return (plain.reshape(exchanged_shape(value.shape, self.source, self.target)),)
 
     def unpacked(self, parts: Parts, given: Sequence[int]) -> torch.Tensor:
         """The boxed tensor, of what came and the shape of what was given."""

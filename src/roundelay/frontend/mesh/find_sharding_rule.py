@@ -20,6 +20,7 @@ from torch.fx import Node
 from roundelay.frontend.mesh.sharding_rules_base import (
     NodeForm,
     Rule,
+    decided,
     result_shapes,
     rounds,
     shape_of,
@@ -43,7 +44,7 @@ def op_form(node: Node) -> OpForm:
     has_dims = any(shape_of(arg) for arg in tensors_of(node))
     fits = bool(tensors_of(node)) and (has_dims or rule is pointwise)  # the others look for a dimension
     made = rule(node) if rule is not None and fits else None
-    form = made or _unknown(node)
+    form = decided(made) if made is not None else _unknown(node)
     named = {arg.name: dims for arg, dims in form.args.items()}
     groups = tuple(
         [frozenset([arg.name for arg in group]) for group in form.linear if not any(rounds(node, x) for x in group)]

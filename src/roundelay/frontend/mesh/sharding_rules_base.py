@@ -6,7 +6,7 @@ dimensions as labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,13 +122,44 @@ def unlabelled(shape: Sequence[Any]) -> Dims:
     return tuple(((None, size),) for size in shape)
 
 
+class Undecided(int):
+    """The label of a dimension of which it is not known whether it is repeated, as one size or both are symbolic.
+
+    The rule's dimensions with this label stay whole in all tensors: :func:`decided`.
+    """
+
+
+def decided(form: NodeForm) -> NodeForm:
+    """The form in which dimensions of which one is undecided stay whole."""
+    every = [dims for of in ((*form.args.values(), *form.results)) for dims in of]
+    open_labels = {int(label) for factors in every for label, _ in factors if isinstance(label, Undecided)}
+    return whole_along(form, open_labels) if open_labels else form
+
+
+def whole_along(form: NodeForm, labels: Collection[int]) -> NodeForm:
+    """The form in which the dimensions with these labels stay whole."""
+
+    def stripped(dims: Dims) -> Dims:
+        return tuple([tuple([(None if label in labels else label, size) for label, size in own]) for own in dims])
+
+    args = {arg: stripped(dims) for arg, dims in form.args.items()}
+    return form._replace(args=args, results=tuple(map(stripped, form.results)))
+
+
 def aligned(own: Sequence[Any], shape: Sequence[Any], labels: Sequence[int | None] = ()) -> Dims:
     """The labels of a shape, by default its dimensions' numbers, for one that is aligned with its end.
 
-    A dimension of another size, which must be 1, is repeated and has none.
+    A dimension of size 1 is repeated and has none.
     """
     first, names = len(shape) - len(own), labels or range(len(shape))
-    return tuple(((names[first + d] if size == shape[first + d] else None, size),) for d, size in enumerate(own))
+
+    def label(d: int, size: Any) -> int | None:
+        name = names[first + d]
+        if size == shape[first + d] or name is None:
+            return name
+        return None if size == 1 else Undecided(name)
+
+    return tuple([((label(d, size), size),) for d, size in enumerate(own)])
 
 
 def whole_args(node: Node) -> dict[Node, Dims]:

@@ -82,6 +82,29 @@ def _stack(node: Node) -> NodeForm:
     return NodeForm(args, (numbered(shape, dim),), (frozenset(args),))
 
 
+def _slice_scatter(node: Node) -> NodeForm | None:
+    """A part of a dimension is replaced: that stays whole."""
+    (x, own), part = first_tensor(node), node.args[1]
+    if not isinstance(part, Node) or part is x:
+        return None
+    dim = dim_argument(node, 2, len(own))
+    return NodeForm(
+        {x: numbered(own, dim), part: numbered(arg_shape(part), dim)},
+        (numbered(own, dim),),
+        (frozenset([x, part]),),
+    )
+
+
+def _select_scatter(node: Node) -> NodeForm | None:
+    """One place of a dimension is replaced."""
+    (x, own), part = first_tensor(node), node.args[1]
+    if not isinstance(part, Node) or part is x:
+        return None
+    dim = dim_argument(node, 2, len(own))
+    of_part = labelled(arg_shape(part), others(len(own), dim))
+    return NodeForm({x: numbered(own, dim), part: of_part}, (numbered(own, dim),), (frozenset([x, part]),))
+
+
 def _listed(node: Node) -> list[Node]:
     """The tensors of an operation whose first argument lists them."""
     tensors: Any = node.args[0]
@@ -102,8 +125,8 @@ def _index_select(node: Node) -> NodeForm | None:
 
 def _indexed(node: Node, dim: int, index: Any) -> NodeForm | None:
     x, own = first_tensor(node)
-    places, dim = shape_of(index), dim % len(own)
-    if not places or index is x or index.meta["val"].dtype is torch.bool:
+    places, dim = shape_of(index), dim % max(1, len(own))
+    if not places or not own or index is x or index.meta["val"].dtype is torch.bool:
         return None
     new = range(len(own), len(own) + len(places))
     result = labelled(result_shape(node), [*range(dim), *new, *range(dim + 1, len(own))])
@@ -161,6 +184,8 @@ INDEXING: dict[Any, Rule] = {
     operator.getitem: _getitem,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
     aten.embedding.default: _embedding,
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from roundelay.frontend.mesh.sharding_rules_base import (
     result_shape,
     unlabelled,
     varying,
+    whole_along,
 )
 from roundelay.frontend.stages.keyed_rng import keyed_attention
 from roundelay.ir.op_form import Dims
@@ -99,18 +100,8 @@ def _attention(node: Node) -> NodeForm | None:
     args = {n: aligned(own[:-2], shape[:-2]) + unlabelled(own[-2:]) for n, own in shapes.items()}
     form = NodeForm(args, (numbered(shape, -2, -1),))
     if node.target is keyed_attention:  # a part's mask is that part of the whole's, whose sizes must be known
-        form = _whole_along(form, varying(shape))
+        form = whole_along(form, varying(shape))
     return _grouped(node, form) if node.kwargs.get("enable_gqa") else form
-
-
-def _whole_along(form: NodeForm, labels: Collection[int]) -> NodeForm:
-    """The form in which the dimensions with these labels stay whole."""
-
-    def stripped(dims: Dims) -> Dims:
-        return tuple([tuple([(None if label in labels else label, size) for label, size in own]) for own in dims])
-
-    args = {arg: stripped(dims) for arg, dims in form.args.items()}
-    return form._replace(args=args, results=tuple(map(stripped, form.results)))
 
 
 def _mask(node: Node) -> Any:
