@@ -332,6 +332,53 @@ def dtensors_both_ways() -> None:
         refused(call, "[2, 2, 1, 1] here, and of [2, 2, 2] in DTensor")
 
 
+def gradients_through_dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, all_four = init_device_mesh("cpu", (4,)), on(0, 1, 2, 3)
+    x = r(8, 6)
+    y = r(8, 6)
+    for theirs in (Shard(0), Replicate()):
+        for own in (B, P, sbp.split(0)):
+            w = distribute_tensor(x, mesh, [theirs]).requires_grad_()
+            v = roundelay.tensor(y, placement=all_four, sbp=own).requires_grad_()
+            ((from_dtensor(w) * v) ** 2).sum().backward()
+            assert w.grad is not None
+            assert v.grad is not None
+            torch.testing.assert_close(w.grad.full_tensor(), 2 * x * y**2)
+            same(v.grad, 2 * x**2 * y)
+            other = roundelay.tensor(y, placement=all_four, sbp=own).requires_grad_()
+            (to_dtensor(other) * distribute_tensor(x, mesh, [theirs])).sum().full_tensor().backward()
+            assert other.grad is not None
+            same(other.grad, x)
+
+
+def gradients_through_another_dtype() -> None:
+    x = r(ROWS, COLUMNS)
+    for own in SIGNATURES:
+        v = roundelay.tensor(x, placement=on(0, 1, 2, 3), sbp=own).requires_grad_()
+        (v.to(torch.float32) * 2).sum().backward()
+        assert v.grad is not None
+        same(v.grad, torch.full_like(x, 2))
+
+
+def attention_with_a_mask_and_a_scale() -> None:
+    q, mask = r(2, 4, 5, 8), r(5, 5)
+    own = roundelay.tensor(q, placement=on(0, 1, 2, 3), sbp=sbp.split(1))
+    given = roundelay.tensor(mask, placement=on(0, 1, 2, 3))
+    same(
+        F.scaled_dot_product_attention(own, own, own, attn_mask=given, scale=0.3),
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=0.3),
+    )
+
+
+def numbers_that_are_read_are_refused_by_name() -> None:
+    x = roundelay.tensor(r(4, 4), placement=on(0, 1), sbp=sbp.split(0))
+    indices = roundelay.tensor(torch.tensor([1, 2]), placement=on(0, 1))
+    refused(lambda: torch.tensor_split(x, indices), "tensor_split on global tensors")
+
+
 def checks() -> Iterator[tuple[str, Check]]:
     for name, function in ONE.items():
         yield name, lambda function=function: of_one(function)  # type: ignore[misc]
@@ -343,7 +390,8 @@ def checks() -> Iterator[tuple[str, Check]]:
         gradients_of_operators, gradients_of_few, places_of_nothing,
         fewer_rows_than_processes, numbers_among_the_arguments,
         memory_is_not_the_callers, attention_without_dropout, parts_of_other_shapes_are_refused, refusals,
-        dtensors_both_ways,
+        dtensors_both_ways, gradients_through_dtensors, gradients_through_another_dtype,
+        attention_with_a_mask_and_a_scale, numbers_that_are_read_are_refused_by_name,
     ):  # fmt: skip
         yield check.__name__, check
 

@@ -127,7 +127,7 @@ def checks_of(op: Any, sample: int, given: Sample, workers: int, dtype: torch.dt
     for leaf in given.tensors:
         tensor = given.leaves[leaf]
         ways: list[Signature] = [Split(dim) for dim in range(tensor.ndim)]
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        if tensor.dtype is not torch.bool:
             ways.append(P)
         yield from (Check(name_of(op), sample, leaf, way, workers, dtype) for way in ways)
 

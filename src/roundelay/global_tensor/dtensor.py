@@ -1,19 +1,24 @@
 """Global tensors as torch's ``DTensor`` and back, over one axis; local parts are shared, nothing is sent.
 
+Gradients flow through both, and lie as those of global tensors do: of what is split they are split, of all else whole.
+
 torch cuts a dimension into chunks of ceil(size / parts), of which the last ones may be shorter or empty; ours differ by
 one at most. Where these are not the same parts, the conversion is refused.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Placement as TheirPlacement
 
 from roundelay.errors import PlanError
 from roundelay.global_tensor.factories import from_local
-from roundelay.global_tensor.placement import placement
-from roundelay.global_tensor.tensor import GlobalTensor
+from roundelay.global_tensor.placement import Placement, placement
+from roundelay.global_tensor.tensor import GlobalTensor, gradient_of, moved
 from roundelay.ir.sbp import B, P, Signature, Split, bounds
 
 
@@ -24,10 +29,15 @@ def to_dtensor(x: GlobalTensor) -> DTensor:
         PlanError: DTensor has no such parts.
     """
     mesh = DeviceMesh(x.device.type, list(x.placement.ranks))
+    made: DTensor = _ToDTensor.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _as_dtensor(x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
     own = x.sbp
     if isinstance(own, Split):
         _check_parts(tuple(x.shape), own, x.placement.size)
-    theirs: Placement = Shard(own.dim) if isinstance(own, Split) else Replicate() if own == B else Partial()
+    theirs: TheirPlacement = Shard(own.dim) if isinstance(own, Split) else Replicate() if own == B else Partial()
     local = x.to_local().detach()
     return DTensor.from_local(local, mesh, [theirs], run_check=False, shape=x.shape, stride=_strides(x.shape))
 
@@ -46,6 +56,35 @@ def from_dtensor(x: DTensor) -> GlobalTensor:
             remedy="Redistribute it to a mesh of one axis.",
         )
     on = placement([int(rank) for rank in x.device_mesh.mesh])
+    made: GlobalTensor = _FromDTensor.apply(x, on)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _ToDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor, mesh: DeviceMesh) -> DTensor:
+        ctx.before = x.placement, gradient_of(x.sbp)
+        return _as_dtensor(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor) -> tuple[GlobalTensor, None]:
+        on, signature = ctx.before
+        return moved(_as_global(grads[0], on), on, signature), None
+
+
+class _FromDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, on: Placement) -> GlobalTensor:
+        made = _as_global(x, on)
+        ctx.mesh, ctx.before = x.device_mesh, (on, gradient_of(made.sbp))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: GlobalTensor) -> tuple[DTensor, None]:
+        return _as_dtensor(moved(grads[0], *ctx.before), ctx.mesh), None
+
+
+def _as_global(x: DTensor, on: Placement) -> GlobalTensor:
     (theirs,) = x.placements
     own: Signature = B
     if isinstance(theirs, Shard):
@@ -55,7 +94,7 @@ def from_dtensor(x: DTensor) -> GlobalTensor:
         if theirs.reduce_op != "sum":
             raise PlanError("a DTensor", got=str(theirs), expected="a partial sum", remedy="Redistribute it before.")
         own = P
-    return from_local(x.to_local(), tuple(x.shape), placement=on, sbp=own)
+    return from_local(x.to_local().detach(), tuple(x.shape), placement=on, sbp=own)
 
 
 def _check_parts(shape: tuple[int, ...], split: Split, parts: int) -> None:

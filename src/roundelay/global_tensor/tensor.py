@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -71,6 +72,11 @@ class GlobalTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute an operator."""
+        with _seeing_conjugates():
+            return cls._computed(func, args, kwargs)
+
+    @classmethod
+    def _computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.add_.Tensor and in_backward() and not kwargs:
             return _accumulated(*args)
         given = tree_map(lambda x: x._laid if isinstance(x, GlobalTensor) else x, (tuple(args), dict(kwargs or {})))
@@ -97,6 +103,17 @@ class GlobalTensor(torch.Tensor):
         return boxed(own.local, own.shape, own.signature, B, own.placement)
 
 
+@contextmanager
+def _seeing_conjugates() -> Iterator[None]:
+    """Within the block tensors are conjugated and negated where they are marked so: torch has turned that off here."""
+    keys = torch._C.DispatchKey
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(keys.Conjugate, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.Negative, False),
+    ):
+        yield
+
+
 def _accumulated(total: GlobalTensor, gradient: GlobalTensor) -> GlobalTensor:
     """A leaf's gradient to which autograd adds another."""
     total._laid = moved(torch.add(total, gradient), total.placement, total.sbp)._laid  # type: ignore[arg-type]
@@ -108,12 +125,17 @@ class _ToGlobal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor, target: Placement, signature: Signature) -> GlobalTensor:
-        ctx.before = x.placement, x.sbp if isinstance(x.sbp, Split) else B
+        ctx.before = x.placement, gradient_of(x.sbp)
         return moved(x, target, signature)
 
     @staticmethod
     def backward(ctx: Any, *grads: GlobalTensor) -> tuple[GlobalTensor, None, None]:
         return moved(grads[0], *ctx.before), None, None
+
+
+def gradient_of(signature: Signature) -> Signature:
+    """How the gradient of a tensor lies that lies so."""
+    return signature if isinstance(signature, Split) else B
 
 
 def moved(x: GlobalTensor, target: Placement, signature: Signature) -> GlobalTensor:

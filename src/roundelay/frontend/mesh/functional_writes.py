@@ -1,8 +1,8 @@
 """Makes new values of writes in place, for a mesh: of what workers have in parts or as addends, none can be written.
 
 ``x[:, :4] = y`` becomes ``x' = slice_scatter(x, y, 1, 0, 4)``, which everybody reads afterwards; views of ``x`` that
-are read after the write are taken anew of ``x'``. Writes into buffers stay. So do those into memory of which there is
-a view that is not known here: there the graph cannot be cut.
+are read after the write are taken anew of ``x'``. Writes into buffers stay. So do those through a view that is not
+known here: there the graph cannot be cut.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ _BACK: dict[Any, Callable[[Make, Node, Node, tuple[Any, ...]], Node]] = {
 }
 """View to how the whole is made of itself and what has become of the view."""
 
-_VIEWS = {
-    *_BACK, aten.alias.default, aten.detach.default, aten.t.default, aten.permute.default, aten.expand.default,
-    aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.diagonal.default,
-}  # fmt: skip
-"""Operators that never copy: ``reshape`` may, and then does not see what is written later."""
-
 
 def _copied(make: Make, old: Node, source: Any, *_: Any) -> Node:
     if not isinstance(source, Node):
@@ -103,24 +97,24 @@ def _writes(node: Node) -> bool:
     return node.op == "call_function" and is_mutable(node.target) and isinstance(node.args[0], Node)
 
 
-def _is_view(node: Node) -> bool:
-    target = node.target
-    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+def _shares(node: Node, first: Node) -> bool:
+    """Whether a value lies in the memory of an operation's first argument; a list of values, whether it may."""
+    own, other = node.meta.get("val"), first.meta.get("val")
+    if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(own.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(r.alias_info is not None for r in returns) or getattr(node.target, "__name__", "") == "getitem"
 
 
 def _views(exported: Exported) -> dict[Node, _View]:
-    """Every value as a view of the value in whose memory it lies; one that may share memory counts as a view."""
+    """Every value as a view of the value in whose memory it lies."""
     views: dict[Node, _View] = {}
     for node in exported.module.graph.nodes:
         first = node.args[0] if node.op == "call_function" and node.args else None
         views[node] = _View(node)
-        if isinstance(first, Node):
+        if isinstance(first, Node) and (_writes(node) or _shares(node, first)):
             of = views[first]
-            if _writes(node):
-                views[node] = of
-            elif _is_view(node) or (getattr(node.target, "__name__", "") == "getitem" and of.base is not first):
-                views[node] = _View(of.base, (*of.chain, node))
+            views[node] = of if _writes(node) else _View(of.base, (*of.chain, node))
     return views
 
 
@@ -130,8 +124,6 @@ def _unknown_bases(exported: Exported, views: dict[Node, _View]) -> set[Node]:
     for node in exported.module.graph.nodes:
         if node.op != "call_function":
             continue
-        if _is_view(node) and node.target not in _VIEWS:
-            unknown.add(views[node].base)
         if not _writes(node):
             hidden = declared_writes(node.target, node.args, node.kwargs) if is_mutable(node.target) else []
             inner = not isinstance(node.target, torch._ops.OpOverload) and any(

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundelay.errors import PlanError
 from roundelay.frontend.export.export import Exported
+from roundelay.frontend.graph_run import is_mutable
 from roundelay.frontend.mesh.sharding_rules_base import shape_of
 from roundelay.frontend.mesh.split_lookup import LOOKUPS, split_amax
 from roundelay.frontend.stages.keyed_rng import RngKey, keyed_attention, keyed_dropout
@@ -88,6 +89,9 @@ def _local_node(
         for arg in node.all_input_nodes
         if (node.name, arg.name) in deduction.uses
     }
+    for arg in node.args[:1] if is_mutable(node.target) else ():
+        if isinstance(arg, Node) and arg in reads and reads[arg].meta.get("helper"):
+            raise _written_in_parts(node)
     local = graph.node_copy(node, lambda n: reads.get(n) or copied[n])
     row = deduction.rows[node.name]
     split = next((own for own in row.results if isinstance(own, Split)), None)
@@ -98,6 +102,15 @@ def _local_node(
     elif P_MAX in row.results:
         local.target = split_amax
     return local
+
+
+def _written_in_parts(node: Node) -> PlanError:
+    return PlanError(
+        f"operation {node.name!r}, which writes in place",
+        got="a value of which each worker of the mesh has, or contributes, a part",
+        expected="a new value",
+        remedy="Compute a new tensor (torch.where, torch.cat, x = x + y), or leave --tensor-parallel out.",
+    )
 
 
 def _localise_lookup(local: Node, node: Node, row: Row, at: MeshRank) -> None:
