@@ -92,6 +92,12 @@ def rows_in_front_columns_behind(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def bfloat16_between_norms(net: Any, x: Tensor) -> Tensor:
+    x = x + net.low_down(F.gelu(net.low_up(net.norm(x).bfloat16()))).float()
+    out: Tensor = net.head(x)
+    return out
+
+
 def complex_weights(net: Any, x: Tensor) -> Tensor:
     z = net.complex_down(torch.tanh(net.complex_up(x.to(torch.complex64)))).conj()
     out: Tensor = net.head(z.real + z.imag)
@@ -122,6 +128,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module],
         {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
         {"tanh": "S(0)"},
     ),
+    "bfloat16 between norms": (bfloat16_between_norms, lambda: nn.Identity(), {}, {}),
     "complex weights": (complex_weights, lambda: nn.Identity(), {}, {}),
 }
 
@@ -132,6 +139,9 @@ def job(name: str) -> roundelay.Job:
     own: dict[str, nn.Module] = {"first": first(), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
     if name == "an input in halves":
         own = {"small_up": nn.Linear(4, 4), "small_down": nn.Linear(4, 4)}
+    if name == "bfloat16 between norms":
+        low = torch.bfloat16
+        own = {"norm": nn.LayerNorm(8), "low_up": nn.Linear(8, 32, dtype=low), "low_down": nn.Linear(32, 8, dtype=low)}
     if name == "complex weights":
         kind = torch.complex64
         own = {"complex_up": nn.Linear(8, 32, dtype=kind), "complex_down": nn.Linear(32, 8, dtype=kind)}

@@ -33,8 +33,8 @@ double models may compute in float32."""
 
 COARSE = 0.05
 
-OF_ALL = 1e-3
-"""The share of the size of all gradients below which a gradient's own size does not count."""
+OF_ALL, OF_ALL_COARSE = 1e-3, 2e-2
+"""The share of the size of all gradients below which a gradient's own size does not count; in low precision."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,10 +54,10 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
     theirs = _computed(whole, values, seed, plan)
     ours = _computed(on_mesh(whole, plan), values, seed, plan)
     near = {} if _rounds(whole, plan) else RELATIVE
-    size = sum(_norm(gradient) ** 2 for gradient in theirs[1].values()) ** 0.5
+    least = (OF_ALL if near else OF_ALL_COARSE) * sum(_norm(gradient) ** 2 for gradient in theirs[1].values()) ** 0.5
     for what, of_mesh, of_whole in zip(("loss", "gradient of", "buffer"), ours, theirs, strict=True):
         for name in sorted({*of_mesh, *of_whole}):
-            far = _distance(of_mesh.get(name), of_whole.get(name), size if what == "gradient of" else 0.0, near)
+            far = _distance(of_mesh.get(name), of_whole.get(name), least if what == "gradient of" else 0.0, near)
             if far:
                 subject = f"the {what} {name!r}" if name != LOSS else "the loss"
                 return f"{subject} on the mesh is not what it is without: {far}"
@@ -65,7 +65,7 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
 
 
 def _distance(
-    own: torch.Tensor | None, other: torch.Tensor | None, size: float, near: Mapping[torch.dtype, float]
+    own: torch.Tensor | None, other: torch.Tensor | None, least: float, near: Mapping[torch.dtype, float]
 ) -> str:
     if own is None or other is None:
         return "there is none" if own is None else "there is one"
@@ -73,7 +73,7 @@ def _distance(
         return f"its shape is {tuple(own.shape)}, not {tuple(other.shape)}"
     if not (own.is_floating_point() or own.is_complex()):
         return "" if torch.equal(own, other) else "another value"
-    far = _norm(own.to(torch.complex128) - other.to(torch.complex128)) / (max(_norm(other), OF_ALL * size) or 1.0)
+    far = _norm(own.to(torch.complex128) - other.to(torch.complex128)) / (max(_norm(other), least) or 1.0)
     return "" if far <= near.get(own.dtype, COARSE) else f"it differs by {far:.2g} of its size"
 
 
