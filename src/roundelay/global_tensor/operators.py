@@ -22,7 +22,8 @@ from roundelay.global_tensor.transfer import boxed
 from roundelay.ir.deduction import Deduction, Row, ShardedOp, Use
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, Signature
-from roundelay.lower.signatures import cheapest_row, is_local
+from roundelay.lower.boxing import is_local
+from roundelay.lower.signatures import cheapest_row
 
 
 @dataclass(frozen=True, eq=False)

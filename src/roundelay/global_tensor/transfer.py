@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from roundelay.frontend.mesh.local_graph import as_part, put_part, take_part
 from roundelay.global_tensor.placement import Placement
-from roundelay.ir.boxing import exchanged_shape, phases_of
+from roundelay.ir.boxing import exchanged_shape
 from roundelay.ir.exchange import Phase
+from roundelay.ir.layout import Lay, local_shape_at
 from roundelay.ir.sbp import B, P, Signature, Split, bounds, local_shape
-from roundelay.lower.signatures import is_local
-from roundelay.runtime.boxing_parts import Boxing
+from roundelay.lower.boxing import route
 from roundelay.runtime.collectives import Exchange
 
 Shape = Sequence[int]
@@ -28,15 +28,23 @@ def boxed(local: torch.Tensor, shape: Shape, source: Signature, target: Signatur
     position = on.position
     if position is None or source == target:
         return local
-    if is_local(source, target):
-        return _alone(local, shape, source, target, (on.size, position))
-    phases = phases_of(source, target)
-    if not phases:  # two splits of one dimension
-        return boxed(boxed(local, shape, source, B, on), shape, B, target, on)
-    boxing = Boxing("", True, source, target)
-    sizes = exchanged_shape(shape, source, target)
-    given = boxing.packed(local)[0].contiguous()
-    return boxing.unpacked((_exchanged(given, phases, sizes, on.ranks, position),), local.shape)
+    way = route(_lay(source), _lay(target), ((_AXIS, on.size),))
+    for step, after in zip(way.steps, way.lays[1:], strict=True):
+        sizes = local_shape_at(shape, after, {_AXIS: on.size}, {_AXIS: position})
+        if not step.phases:
+            local = _alone(local, shape, step.source, step.target, (on.size, position))
+            continue
+        whole = exchanged_shape(shape, step.source, step.target)
+        given = local.reshape(exchanged_shape(local.shape, step.source, step.target)).contiguous()
+        local = _exchanged(given, step.phases, whole, on.ranks, position).view(sizes)
+    return local
+
+
+_AXIS = "processes"
+
+
+def _lay(signature: Signature) -> Lay:
+    return () if signature == B else ((_AXIS, signature),)
 
 
 def _alone(

@@ -59,6 +59,18 @@ class Mesh:
         """Holders of a stage."""
         return self.replicas * self.places
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Holders along each axis, by its name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    def coordinates(self, holder: int) -> dict[str, int]:
+        """Where a holder stands along each axis."""
+        found: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            holder, found[axis.name] = divmod(holder, axis.size)
+        return found
+
     def holder(self, replica: int, place: int) -> int:
         """The number of the holder at a place of a replica."""
         return replica * self.places + place

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Box, Deduction, Row, ShardedOp, Use, Wanted
 from roundelay.ir.op_form import Dims, OpForm
-from roundelay.ir.sbp import P_MAX, B, P, Partial, Signature, Split
+from roundelay.ir.sbp import P_MAX, B, P, Signature, Split
+from roundelay.lower.boxing import is_local, route
 from roundelay.lower.op_rows import broadcast_row, partial_rows, split_row
 
 FLOPS_PER_BYTE = 25.0
@@ -27,21 +28,13 @@ FLOPS_PER_BYTE = 25.0
 _NOTHING: Mapping[str, Wanted] = MappingProxyType({})
 
 
-def is_local(source: Signature, target: Signature) -> bool:
-    """Whether a worker makes the one from the other alone: a slice, a mask, zeros around a part."""
-    return source in (target, B) or (target == P and source != P_MAX)
-
-
 def moved(source: Signature, target: Signature, num_bytes: float, workers: int) -> float:
     """Bytes that one worker sends in a boxing of a tensor (OneFlow, Table 2, divided by p)."""
     if is_local(source, target):
         return 0.0
-    share = (workers - 1) / workers * num_bytes
     if (source == P_MAX and target == P) or _in_one_dimension(source, target):
         return math.inf  # the largest numbers are no part of a sum; and for the other there is no exchange
-    if isinstance(source, Partial):
-        return share if isinstance(target, Split) else 2 * share
-    return share / workers if isinstance(target, Split) else share
+    return float(route((("", source),), () if target == B else (("", target),), (("", workers),)).share) * num_bytes
 
 
 def _in_one_dimension(source: Signature, target: Signature) -> bool:

@@ -14,10 +14,10 @@ from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
+from roundelay.lower.boxing import is_local
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.reading import Reading
-from roundelay.lower.signatures import is_local
 
 
 def plan_exchanges(
