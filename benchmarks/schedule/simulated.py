@@ -67,6 +67,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         parameters={},
         outputs={},
         states={},
+        sharded=("states",),
         transport="memory",
         deadline_s=1.0,
         latency_s=0.0,

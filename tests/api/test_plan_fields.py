@@ -280,6 +280,16 @@ def divides_states() -> bool:
     return all(refused({}, lambda _, text=text: session(Plan.parse(text))) for text in texts)
 
 
+def divides_gradients() -> bool:
+    """Each micro-batch's gradients are exchanged when they are made; a plan that says so and does not is refused."""
+    job, captured, _ = given()
+    chosen: dict[str, Any] = {"data_parallel": 2, "workers": 1, "rule": "1f1b", "micro_batches": 2}
+    one, other = (roundelay.plan(job, captured=captured, zero=zero, **chosen) for zero in (1, 2))
+    sent = [sum(sum(worker["bytes_sent"].values()) for worker in run(plan).workers.values()) for plan in (one, other)]
+    wrong = dataclasses.replace(one, sharded=other.sharded).text()
+    return sent[1] > sent[0] and refused({}, lambda _: session(Plan.parse(wrong)))
+
+
 def leaves_out() -> bool:
     """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
     plan = replicas()
@@ -328,7 +338,7 @@ def computes_on_two_threads() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 9}),
+    "format": lambda _: refused({"format": 10}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -346,6 +356,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "parameters": lambda _: splits(),
     "outputs": lambda _: splits_outputs(),
     "states": lambda _: divides_states(),
+    "sharded": lambda _: divides_gradients(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,

@@ -1,4 +1,4 @@
-"""Optimizer states split over replicas: the same updates, bit for bit, and each replica holds its part of them."""
+"""Optimizer states, and gradients, split over replicas: the same updates, and each replica holds its part of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Adafactor, AdamW
 
 from roundelay.api.train_job import train
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError
 from roundelay.ir.clip import Clip
+from roundelay.ir.exchange import GRADIENT_PARTS
 from roundelay.ir.plan import Plan
+from roundelay.ir.program import WEIGHTS
 from roundelay.ir.sbp import Split, parse
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import read
@@ -24,15 +28,19 @@ from roundelay.lower.verify_schedule import check_run
 from roundelay.planning.planning import plan as planned
 from roundelay.proof.run_vs_reference import verify
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.runtime.gradients import Gradients
 from roundelay.runtime.state_bucket import StateBucket
 from roundelay.session.checkpointing import Saving
 from roundelay.session.events import Drained, Event
 from roundelay.session.stop_condition import Length
+from tests.api.jobs import make
 from tests.equivalence.cells import DEADLINE_S, Bench, bench
 from tests.equivalence.test_mesh import trained
 from tests.lower.test_verify_schedule import fired_in
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO
+
+LEVELS = (1, 2)
 
 
 def split(place: Bench, rule: str, stages: int, replicas: int, **fields: Any) -> Plan:
@@ -61,17 +69,34 @@ def held(place: Bench, plan: Plan, **options: Any) -> None:
         ("pipeoptim", "mlp", 1, 2),  # with one stage nothing is predicted
     ],
 )
+@pytest.mark.parametrize("zero", LEVELS)
 def test_every_rule_without_prediction_computes_what_its_reference_does(
-    rule: str, model: str, stages: int, replicas: int
+    rule: str, model: str, stages: int, replicas: int, zero: int
 ) -> None:
     place = bench(model)
-    held(place, split(place, rule, stages, replicas))
+    held(place, split(place, rule, stages, replicas, zero=zero))
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_it_does_between_processes_and_beside_a_mesh(transport: str) -> None:
+@pytest.mark.parametrize("zero", LEVELS)
+def test_it_does_between_processes_and_beside_a_mesh(transport: str, zero: int) -> None:
     place = bench("gpt2")
-    held(place, split(place, "1f1b", 1, 2, tensor_parallel=2, transport=transport))
+    held(place, split(place, "1f1b", 1, 2, tensor_parallel=2, transport=transport, zero=zero))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("zero", [0, *LEVELS])
+def test_parts_of_the_mesh_that_are_uneven_are_exchanged_between_processes(transport: str, zero: int) -> None:
+    job = make(uneven(), optimizer=lambda named: AdamW(named, lr=0.01))
+    chosen = {"workers": 1, "data_parallel": 2, "tensor_parallel": 2, "zero": zero, "transport": transport}
+    found = verify(job, rule="1f1b", micro_batches=2, steps=2, **chosen)
+    assert found.equal, found.differences()
+
+
+def uneven() -> nn.Module:
+    """13 columns, of which the second worker has 6."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 12), nn.GELU(), nn.Linear(12, 3))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +110,10 @@ def test_it_does_between_processes_and_beside_a_mesh(transport: str) -> None:
     ],
     ids=str,
 )
-def test_whatever_else_the_plan_says(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("zero", LEVELS)
+def test_whatever_else_the_plan_says(fields: dict[str, Any], zero: int) -> None:
     place = bench("gpt2")
-    held(place, split(place, "1f1b", 2, 2, tensor_parallel=2, **fields))
+    held(place, split(place, "1f1b", 2, 2, tensor_parallel=2, zero=zero, **fields))
 
 
 @pytest.mark.parametrize("fields", [{}, {"tensor_parallel": 3, "zero": 0}, {"tensor_parallel": 3}])
@@ -99,9 +125,10 @@ def test_a_part_is_updated_as_a_tensor_of_its_own(fields: dict[str, Any]) -> Non
     assert found.equal, found.difference
 
 
-def test_the_whole_proof_from_plain_pytorch_on() -> None:
+@pytest.mark.parametrize("zero", LEVELS)
+def test_the_whole_proof_from_plain_pytorch_on(zero: int) -> None:
     place = bench("mlp")
-    found = verify(place.job(), plan=split(place, "1f1b", 1, 2), steps=3)
+    found = verify(place.job(), plan=split(place, "1f1b", 1, 2, zero=zero), steps=3)
     assert found.fidelity is not None
     assert found.fidelity.equal, found.differences()
     assert found.equal, found.differences()
@@ -125,12 +152,50 @@ def test_a_stage_that_goes_on_before_it_has_gathered_its_weights_is_refused() ->
         check_run(read(plan), [2, 2], [fired[0], late])
 
 
-def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any() -> None:
+def test_a_micro_batch_whose_gradients_are_not_exchanged_before_the_next_is_refused() -> None:
+    plan = split(bench("mlp"), "1f1b", 1, 2, zero=2)
+    fired = fired_in(plan, [2, 2])
+    check_run(read(plan), [2, 2], fired)
+    at = next(i for i, f in enumerate(fired[1]) if f.of == WEIGHTS)
+    assert fired[1][at - 1].opcode == "backward"
+    late = [*fired[1][:at], *fired[1][at + 2 : at + 5], *fired[1][at : at + 2], *fired[1][at + 5 :]]
+    with pytest.raises(PlanError, match="no box of the micro-batch's gradients before it"):
+        check_run(read(plan), [2, 2], [fired[0], late])
+
+
+def test_gradients_are_held_as_parts() -> None:
+    place = bench("mlp")
+    found: dict[int, dict[str, int]] = {}
+
+    for zero in LEVELS:
+        plan = split(place, "1f1b", 1, 2, zero=zero)
+        with mock.patch.object(Gradients, "square", autospec=True, side_effect=seen(found.setdefault(zero, {}))):
+            place.verify(replace(plan, clip=Clip.parse("global:1")), steps=1)
+    assert found[1]["whole"] > 0
+    assert found[2]["whole"] == 0
+    assert found[2]["parts"] <= 0.6 * found[1]["whole"]
+
+
+def seen(sizes: dict[str, int]) -> Callable[[Gradients], float]:
+    """Notes how many numbers the sums have just before an update, of parameters that are split, and of parts."""
+    square = Gradients.square
+
+    def note(self: Gradients) -> float:
+        every = {*(self._due.shapes if self._due else ()), *(self._made.shapes if self._made else ())}
+        sizes["whole"] = sum(t.untyped_storage().nbytes() for n, t in self._sums.items() if n in every)
+        sizes["parts"] = sum(tensor.nbytes for tensor in self._parts.values())
+        return square(self)
+
+    return note
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_a_batch_with_fewer_rows_than_replicas_leaves_some_without_any(zero: int) -> None:
     entry = ZOO["mlp"]
     full = entry.batches(0, 4)
     short = [tuple(part[:count] for part in batch) for batch, count in zip(full, (1, 3, 1, 4), strict=True)]
     place = Bench(entry, None, [tuple(part[:4] for part in full[0]), *short])  # type: ignore[arg-type]
-    held(place, split(place, "1f1b", 1, 3), steps=5)
+    held(place, split(place, "1f1b", 1, 3, zero=zero), steps=5)
 
 
 @pytest.mark.parametrize("optimizer", [partial(AdamW, lr=1e-3), partial(SGD, lr=0.1, momentum=0.9)])
@@ -147,15 +212,17 @@ def test_it_trains_what_replicas_with_whole_states_train(optimizer: Callable[...
 
 
 @pytest.mark.parametrize("way", [*WAYS, *EXCHANGE_WAYS])
-def test_tampering_is_found(way: str) -> None:
+@pytest.mark.parametrize("zero", LEVELS)
+def test_tampering_is_found(way: str, zero: int) -> None:
     place = bench("dropout_heavy" if way == "rng" else "mlp")
-    assert not place.verify(split(place, "pipedream", 2, 3), tamper=way).equal
+    assert not place.verify(split(place, "pipedream", 2, 3, zero=zero), tamper=way).equal
 
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
-def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str) -> None:
+@pytest.mark.parametrize("zero", LEVELS)
+def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, zero: int) -> None:
     place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, 3))
-    plan = split(place, "1f1b", 1, 3, transport=transport)
+    plan = split(place, "1f1b", 1, 3, transport=transport, zero=zero)
     done = trained(place, plan, partial(SGD, lr=0.1), 3)
     channels = {channel.id: channel for channel in channels_of(read(plan))}
     kinds = set()
@@ -163,9 +230,11 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str) -> None
         holders = channels[number].sources
         kinds.add((exchange.kind, tuple(map(str, exchange.phases))))
         for position, port in enumerate(holders):
-            predicted = 3 * sum(exchange.bytes_sent(len(holders), position))
+            times = 3 * (plan.micro_batches if exchange.kind == GRADIENT_PARTS else 1)
+            predicted = times * sum(exchange.bytes_sent(len(holders), position))
             assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
-    assert {("weight-gradient", ("reduce-scatter(0)",)), ("weight", ("all-gather(0)",))} <= kinds
+    of_gradients = GRADIENT_PARTS if zero == 2 else "weight-gradient"
+    assert {(of_gradients, ("reduce-scatter(0)",)), ("weight", ("all-gather(0)",))} <= kinds
 
 
 def test_parts_of_any_sizes_are_scattered_and_gathered() -> None:
@@ -192,10 +261,11 @@ def trip_of(rule: str, replicas: int, zero: int, model: str = "gpt2") -> Trip:
 
 
 @pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("zero", LEVELS)
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, zero: int
 ) -> None:
-    trip = trip_of(rule, 2, 1)
+    trip = trip_of(rule, 2, zero)
     with every_checkpoint(monkeypatch, tmp_path):
         whole = trip.whole(Saving(path=tmp_path, every=1))
     for updates in range(1, 6):
@@ -205,7 +275,7 @@ def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
         assert not [event for event in told if isinstance(event, Drained)]
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1))])
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1)), ((2, 2), (3, 2))])
 def test_other_replicas_read_the_same_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
@@ -242,6 +312,8 @@ def test_each_replica_writes_its_part(tmp_path: Path) -> None:
         ),
         (lambda plan: replace(plan, states={"*": (("replicas", parse("S(3)")),)}), "a split of one of its dimensions"),
         (lambda plan: replace(plan, states={}), "exchanges of the plan"),
+        (lambda plan: replace(plan, sharded=("gradients",)), "sharded of the plan"),
+        (lambda plan: replace(plan, sharded=("states", "gradients")), "exchanges[1] of the plan"),
     ],
 )
 def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan], message: str) -> None:
@@ -256,7 +328,7 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
     [
         ("pipeoptim", 2, {"micro_batches": 1, "stages": 2}, "predictor of the plan, with split states"),
         ("1f1b", 1, {}, "--zero 1: got one replica"),
-        ("1f1b", 2, {"zero": 3}, "--zero: got 3; expected 0 or 1"),
+        ("1f1b", 2, {"zero": 4}, "--zero: got 4; expected 0 to 2"),
     ],
 )
 def test_what_cannot_be_split_is_refused(rule: str, replicas: int, fields: dict[str, Any], message: str) -> None:

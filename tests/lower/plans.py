@@ -85,6 +85,7 @@ def plan_of(
         "parameters": {},
         "outputs": {},
         "states": {},
+        "sharded": ("states",),
         "transport": "memory",
         "deadline_s": 60.0,
         "latency_s": 0.0,

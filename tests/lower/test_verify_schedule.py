@@ -39,6 +39,8 @@ def fired_in(plan: Plan, counts: list[int]) -> list[list[Fired]]:
                 run.distance,
                 run.header.entry if run.header else 0,
                 run.stage,
+                run.instruction.of,
+                run.instruction.continues,
             )
             for run in mine
         ]

@@ -18,6 +18,7 @@ from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.program import EDGES, STATES, SUMS, Channel
+from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.sbp import Split
 from roundelay.lower.channels import channels_of, exchanges_of
@@ -91,6 +92,7 @@ def chain(
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(count)),
         stages=stages,
         states={"*": ((REPLICAS, Split(0)),)} if split_states else {},
+        sharded=SHARDED[:1],
         **_NOTHING,
     )
     edges = [_edge(draft, k) for k in range(num_stages - 1)]

@@ -46,6 +46,7 @@ from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.stage_function import Mode, StageFunction
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
+from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import P, Signature, Split
 from roundelay.ir.stage import StageSpec
 from roundelay.reach.reachable_state import Change, ReachableState
@@ -66,7 +67,7 @@ class Captured:
         effects: what its code does besides computing the loss.
         sharding: how it lies on the workers of a mesh axis; None: each stage is on one worker.
         whole: without it; None where there is none.
-        states: how the optimizer's states of parameters are split over replicas, by name.
+        residences: of parameters of which each replica updates a part, by name.
     """
 
     model: torch.nn.Module
@@ -79,12 +80,17 @@ class Captured:
     _describe: Callable[[Exported], Graph]
     sharding: Sharding | None = None
     whole: Captured | None = None
-    states: Mapping[str, Split] = field(default_factory=dict)
+    residences: Mapping[str, Residence] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         operations, cuts = counted(len(self.graph.ops), "operation"), counted(len(self.graph.cuts), "place")
         return f"Captured({type(self.model).__name__}: {operations}, {cuts} to cut, {counted(weights, 'weight')})"
+
+    @property
+    def states(self) -> dict[str, Split]:
+        """How the optimizer's states of parameters are split over replicas, by name."""
+        return {name: residence.state for name, residence in self.residences.items()}
 
     @property
     def mode(self) -> Mode | None:

@@ -20,6 +20,9 @@ from roundelay.ir.typed_text import Count
 WEIGHT_GRADIENT = "weight-gradient"
 """The kind of an exchange that sums the gradients of a stage's weights."""
 
+GRADIENT_PARTS = "gradient-parts"
+"""The kind of one that sums those of one micro-batch, of which each replica gets a part."""
+
 _TEXT = re.compile(
     r"reduce-scatter(?P<max>-max)?\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
 )
@@ -122,7 +125,7 @@ class ExchangePlan:
 
     Args:
         stage: whose.
-        kind: of what: ``weight-gradient``, ``boxed`` or ``boxed-gradient``.
+        kind: of what: ``weight-gradient``, ``gradient-parts``, ``weight``, ``boxed`` or ``boxed-gradient``.
         axis: among whom: ``replicas``, or an axis of the mesh.
         value: name of the boxed value; empty for gradients of weights.
         segment: number of the stage's segment after which the boxing stands.

@@ -25,9 +25,13 @@ from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
 from roundelay.ir.typed_text import Count, Number, Parsers, convert
 
-FORMAT = 8
+FORMAT = 9
 
-_SINCE: dict[int, dict[str, Any]] = {7: {"deterministic": False}, 8: {"workers": {"threads": 1}}}
+_SINCE: dict[int, dict[str, Any]] = {
+    7: {"deterministic": False},
+    8: {"workers": {"threads": 1}},
+    9: {"sharded": ["states"]},
+}
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
 
@@ -140,6 +144,7 @@ class Plan:
         outputs: signatures of what modules and operations return, likewise; a pattern gives them to what can have them.
         states: signatures of parameters' optimizer states, likewise, over the replicas: each updates its part and gets
             the others' (ZeRO-1; OneFlow, Sect. 6.4). What matches nothing is updated by all.
+        sharded: what of these parameters is split so: ``states``, and ``gradients`` while they are summed (ZeRO-2).
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
@@ -172,6 +177,7 @@ class Plan:
     parameters: Mapping[str, Lay] = field(hash=False)
     outputs: Mapping[str, Lay] = field(hash=False)
     states: Mapping[str, Lay] = field(hash=False)
+    sharded: tuple[str, ...]
     transport: str
     deadline_s: Number
     latency_s: Number
@@ -218,6 +224,11 @@ class Plan:
     def mesh_size(self) -> int:
         """Workers of a stage in one replica."""
         return math.prod(self.mesh.values())
+
+    @property
+    def zero(self) -> int:
+        """The level of ZeRO: how much of the parameters in ``states`` is split over the replicas."""
+        return len(self.sharded) if self.states else 0
 
     @property
     def grid(self) -> Mesh:
@@ -286,7 +297,7 @@ class Plan:
             return counted(self.num_workers, "worker")
         each = self.num_workers // self.grid.size
         parts = [f"{count} {name}" for count, name in ((self.replicas, "replicas"), (each, "stages")) if count > 1]
-        return " x ".join([*parts, *axes, *(["ZeRO 1"] if self.states else [])])
+        return " x ".join([*parts, *axes, *([f"ZeRO {self.zero}"] if self.zero else [])])
 
     @property
     def threads(self) -> int:

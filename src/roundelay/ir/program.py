@@ -94,6 +94,7 @@ ChannelKind = Literal[
     "boxed",
     "boxed-gradient",
     "weight-gradient",
+    "gradient-parts",
     "weight",
     "partial",
     "total",
@@ -107,7 +108,7 @@ Window = Literal["batch", "run", "slots"]
 EDGES = ("forward", "gradient")
 """Channels that carry the values of an edge between two stages."""
 
-EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient", "weight")
+EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient", "weight", "gradient-parts")
 """Channels that are exchanges among holders of a stage."""
 
 SUMS = ("partial", "total")
@@ -118,6 +119,9 @@ STATES = ("state", "state-back")
 
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
+
+WEIGHTS = "weights"
+"""In place of a boxed value: the gradients of a stage's weights, of one micro-batch."""
 
 END = 9999
 """In place of a stage's number of segments, which no program has to know."""
@@ -246,7 +250,8 @@ class Instruction:
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches after it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
-        of: the value that is boxed, or whose gradient is; empty for the gradients of weights.
+        of: the value that is boxed, or whose gradient is, or ``weights`` for their gradients of one micro-batch; empty
+            for what is exchanged once a batch.
         segments: which of the stage's segments a forward or a backward runs, as ``START:STOP``; empty for all.
     """
 

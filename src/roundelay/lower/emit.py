@@ -17,6 +17,7 @@ from roundelay.ir.program import (
     NEITHER,
     PREVIOUS,
     SUMS,
+    WEIGHTS,
     Channel,
     ChannelKind,
     Instruction,
@@ -198,9 +199,9 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
     squares, norms = ends("grad-norm-sq"), ends("grad-norm")
-    exchanged, boxed, unboxed, gathered = (ends(kind)[0] for kind in EXCHANGES)
+    exchanged, boxed, unboxed, gathered, made = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(reading, stage)
-    summed = reading.needs_norm
+    summed, halved = reading.needs_norm, reading.schedule.halved
     weights, mode = reading.backward_reads, plan.backward
     onward = _boxes(reading, stage, "boxed", boxed)
     back = _boxes(reading, stage, "boxed-gradient", unboxed)
@@ -217,13 +218,15 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
         if kind == "F":
             version = reads(reading, stage, holder, offset - offset % plan.micro_batches)
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            made = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
-            return [*made, *_in_parts(ran, borders, onward)]
+            before = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
+            return [*before, *_in_parts(ran, borders, onward)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
-            return _in_parts(ran, borders, back)
+            parts = [] if halved else [line for channel in made for line in _exchanged(ran, channel, WEIGHTS)]
+            return [*_in_parts(ran, borders, back), *parts]
         if kind == "W":
-            return [Instruction("backward-weight", stage, offset)]
+            ran = Instruction("backward-weight", stage, offset)
+            return [ran, *(line for channel in made for line in _exchanged(ran, channel, WEIGHTS))]
         if kind in ("A", "T"):
             return [_handed_on(reading, home, kind, offset, channels)]
         if kind in HANDING_ON:

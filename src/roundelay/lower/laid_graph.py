@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from roundelay.ir.bucket import Tensor
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
+from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import P, Signature, Split, local_shape
 
 
@@ -21,7 +22,7 @@ class LaidGraph:
         boxes: boxings, by the name of the boxed value.
         splits: signature of every parameter that is split.
         gradients: signature of every trained parameter's gradient, on a mesh.
-        states: how the optimizer's states of parameters are split over replicas.
+        residences: of parameters of which each replica updates a part.
     """
 
     graph: Graph
@@ -29,7 +30,12 @@ class LaidGraph:
     boxes: Mapping[str, Box] = field(default_factory=dict)
     splits: Mapping[str, Split] = field(default_factory=dict)
     gradients: Mapping[str, Signature] = field(default_factory=dict)
-    states: Mapping[str, Split] = field(default_factory=dict)
+    residences: Mapping[str, Residence] = field(default_factory=dict)
+
+    @property
+    def states(self) -> dict[str, Split]:
+        """How the optimizer's states of parameters are split over replicas."""
+        return {name: residence.state for name, residence in self.residences.items()}
 
     @property
     def on_mesh(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
-from roundelay.ir.exchange import WEIGHT_GRADIENT, all_reduce, reduce_scatter
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, all_reduce, reduce_scatter
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.program import EXCHANGES
+from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import DISTANCES, NO_PREDICTOR
 from roundelay.lower.reading import Reading
 
@@ -93,6 +94,7 @@ def _check_exchange_kinds(reading: Reading) -> None:
             exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
         )
         summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
+        summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
@@ -169,6 +171,13 @@ def _check_states(reading: Reading) -> None:
             "fp32 or bf16: a replica alone does not know whether a gradient is finite",
         ),
     }
+    if plan.sharded not in [SHARDED[: i + 1] for i in range(len(SHARDED))]:
+        raise PlanError(
+            "sharded of the plan",
+            got=", ".join(plan.sharded) or "nothing",
+            expected="the first, or the first few, of " + ", ".join(SHARDED),
+            remedy="Correct it; what is in the plan's [states] is split so.",
+        )
     for name, (wrong, got, expected) in refused.items():
         if wrong and plan.states:
             raise PlanError(

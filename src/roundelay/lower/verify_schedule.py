@@ -11,6 +11,7 @@ batches, short ones, and an end at every position of the loop. Checked of each r
   as it states (:func:`distance_ahead`). After a short batch, a stage may not have the version that a table states: then
   the forward reads the newest. With full batches that is an error;
 - where a stage has replicas, each exchanges a batch's gradients between the batch's last backward and the update;
+- where they add up parts of gradients, they exchange each micro-batch's after its backward and before the next one;
 - where holders update parts of weights, they gather them between the update and whatever is next on the stage;
 - where the norm of the whole model's gradient is needed, each stage computes its squared norm between the batch's last
   backward and the update;
@@ -26,8 +27,9 @@ from itertools import pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
+from roundelay.ir.exchange import GRADIENT_PARTS
 from roundelay.ir.micro_batch import MicroBatch, stream
-from roundelay.ir.program import OPCODES, Program
+from roundelay.ir.program import OPCODES, WEIGHTS, Program
 from roundelay.ir.rule import DISTANCES
 from roundelay.lower.reading import Reading
 from roundelay.schedules import PIPELINE, Schedule, actions
@@ -107,6 +109,7 @@ def check_run(reading: Reading, counts: Sequence[int], fired: Sequence[Sequence[
         if schedule.window != "slots":  # else their order has been checked
             _check_completed(reading, executed, "backward-weight" if schedule.halved else "backward")
         _check_gathered(reading, executed)
+        _check_made(reading, executed, schedule)
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(reading, holder, counts, headers[f.g], f)
@@ -151,6 +154,29 @@ def _check_gathered(reading: Reading, executed: Sequence[Fired]) -> None:
             due[f.stage] = expected[1:]
         elif f.opcode == "update":
             due[f.stage] = ("box", "unbox")
+
+
+def _check_made(reading: Reading, executed: Sequence[Fired], schedule: Schedule) -> None:
+    """Check that a stage whose holders add up parts of gradients exchanges each micro-batch's when it is made."""
+    made_by = "backward-weight" if schedule.halved else "backward"
+    exchanging = {exchange.stage for exchange in reading.plan.exchanges if exchange.kind == GRADIENT_PARTS}
+    due: dict[int, tuple[str, ...]] = {}
+    for f in (f for f in executed if f.stage in exchanging):
+        expected = due.get(f.stage, ())
+        if f.of == WEIGHTS:
+            if expected[:1] != (f.opcode,):
+                _refuse_made(reading, f, expected)
+            due[f.stage] = expected[1:]
+        elif f.opcode in (made_by, "box", "update") and not f.of:
+            if expected and not f.continues:
+                _refuse_made(reading, f, expected)
+            due[f.stage] = ("box", "unbox") if f.opcode == made_by else ()
+
+
+def _refuse_made(reading: Reading, f: Fired, expected: tuple[str, ...]) -> None:
+    place = f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
+    missing = expected[0] if expected else "backward"
+    raise _violation(reading, place, f"no {missing} of the micro-batch's gradients before it", "one")
 
 
 def _check_weights(reading: Reading, holder: int, counts: Sequence[int], header: MicroBatch, f: Fired) -> None:

@@ -26,7 +26,7 @@ from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.planner.mesh_signatures import lay, states_of, tensor_parallel
+from roundelay.planner.mesh_signatures import lay, residences_of, tensor_parallel
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
@@ -199,8 +199,8 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     source = source.lowered(draft)
     chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners))
     laid, notices = laid_graph(source, draft), draft_of.notices
-    if zero_of(choices):
-        draft, left_whole = split_states(source, laid, draft)
+    if level := zero_of(choices):
+        draft, left_whole = split_states(source, laid, draft, level)
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
     ends = chosen.stages
     if laid.on_mesh:
@@ -215,7 +215,7 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
 def laid_graph(source: Source, plan: Plan) -> LaidGraph:
     """The model on a plan's mesh."""
     if plan.mesh_size == 1:
-        return LaidGraph(source.graph, states=states_of(plan, source.graph))
+        return LaidGraph(source.graph, residences=residences_of(plan, source.graph))
     laid = lay(source.mesh_facts(), plan, source.written_out)
     assert laid is not None, "it has a mesh"
     return laid.graph

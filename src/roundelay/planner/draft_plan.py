@@ -9,6 +9,7 @@ from roundelay.ir.averages import NO_EMA
 from roundelay.ir.clip import NO_CLIP, Clip
 from roundelay.ir.loss_scale import DYNAMIC, NO_SCALE, LossScale
 from roundelay.ir.plan import FORMAT, Plan
+from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import HALF, PRECISIONS
@@ -95,6 +96,7 @@ def draft_plan(model: str, rule: str, workers: int, choices: Choices) -> Plan:
         parameters={},
         outputs={},
         states={},
+        sharded=SHARDED[:1],
         transport=transport.name,
         deadline_s=_or(own.deadline_s, DEADLINE_S),
         latency_s=transport.latency_s,

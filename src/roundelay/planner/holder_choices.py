@@ -6,6 +6,7 @@ from pathlib import Path
 
 from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.residence import SHARDED
 from roundelay.planner.plan_options import Choices
 from roundelay.schedules import PIPELINE
 
@@ -64,8 +65,9 @@ def zero_of(choices: Choices) -> int:
         PlanError: it is not built, or there is one replica.
     """
     level = choices.zero or 0
-    if level not in (0, 1):
-        raise PlanError("--zero", got=str(level), expected="0 or 1", remedy="Give --zero 1.")
+    if not 0 <= level <= len(SHARDED):
+        known = f"0 to {len(SHARDED)}"
+        raise PlanError("--zero", got=str(level), expected=known, remedy=f"Give --zero {len(SHARDED)}.")
     layout = PIPELINE if choices.layout is None else choices.layout
     if level and layout != PIPELINE:
         raise PlanError(
@@ -76,7 +78,7 @@ def zero_of(choices: Choices) -> int:
         )
     if level and replicas_of(choices) == 1:
         raise PlanError(
-            "--zero 1",
+            f"--zero {level}",
             got="one replica, whose optimizer has all states",
             expected="--data-parallel 2 or more, among which they are divided",
             remedy="Give --data-parallel, or leave --zero out.",

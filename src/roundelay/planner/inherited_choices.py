@@ -59,7 +59,7 @@ def sizes_of(plan: Plan) -> dict[str, Any]:
         "workers": plan.num_workers // plan.grid.size,
         "data_parallel": plan.replicas,
         "tensor_parallel": plan.mesh_size,
-        "zero": int(bool(plan.states)),
+        "zero": plan.zero,
     }
 
 

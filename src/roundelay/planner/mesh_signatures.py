@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
@@ -12,7 +13,8 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import Lay, Plan
-from roundelay.ir.sbp import B, Signature, Split
+from roundelay.ir.residence import Residence
+from roundelay.ir.sbp import B, P, Signature, Split
 from roundelay.lower.boxed_graph import boxed_graph, with_local_sizes
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.megatron import megatron
@@ -62,7 +64,7 @@ def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
         PlanError: a signature or a pattern does not fit, or a boxing has no place.
     """
     check_mesh(read(plan))
-    states = states_of(plan, facts.graph)
+    residences_of(plan, facts.graph)
     given, outputs, parts = signatures_of(plan, facts.graph), outputs_of(plan, facts.graph), plan.mesh_size
     if parts == 1:
         return None
@@ -74,13 +76,14 @@ def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
         deduction = _deduced(facts, given, outputs, parts)
     boxed = with_local_sizes(boxed_graph(facts.graph, deduction), deduction, facts.places, parts)
     found = {name: deduction.values.get(place, B) for name, place in facts.places.items()}
+    gradients = {n: deduction.gradients[place] for n, place in facts.places.items() if place in deduction.gradients}
     graph = LaidGraph(
         graph=boxed,
         parts=parts,
         boxes={box.name: box for box in deduction.boxes},
         splits={name: signature for name, signature in found.items() if isinstance(signature, Split)},
-        gradients={n: deduction.gradients[place] for n, place in facts.places.items() if place in deduction.gradients},
-        states=states,
+        gradients=gradients,
+        residences=residences_of(plan, facts.graph, gradients),
     )
     return ModelOnMesh(graph, deduction, {op.name: op.form for op in facts.ops})
 
@@ -159,8 +162,18 @@ def outputs_of(plan: Plan, graph: Graph) -> dict[str, Wanted]:
     return found
 
 
-def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
-    """How the optimizer's states of the parameters that a plan names are split over its replicas.
+_NONE: Mapping[str, Signature] = MappingProxyType({})
+
+
+def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] = _NONE) -> dict[str, Residence]:
+    """How the parameters that a plan names lie over its replicas.
+
+    A gradient that is a sum over the mesh as well is reduced there first, once a batch, and is whole until then.
+
+    Args:
+        plan: the plan.
+        graph: the model's.
+        gradients: signatures over the mesh.
 
     Raises:
         PlanError: as :func:`signatures_of`; or a signature is no split into as many parts as there are replicas.
@@ -168,7 +181,9 @@ def states_of(plan: Plan, graph: Graph) -> dict[str, Split]:
     found = _matched("states", plan.states, graph, (REPLICAS,) if plan.replicas > 1 else ())
     for name, signature in found.items():
         _check_signature(graph, name, signature, plan.replicas)
-    return {name: signature for name, signature in found.items() if isinstance(signature, Split)}
+    splits = {name: signature for name, signature in found.items() if isinstance(signature, Split)}
+    sums_parts = {name: plan.zero > 1 and gradients.get(name) != P for name in splits}
+    return {name: Residence(split, split if sums_parts[name] else B) for name, split in splits.items()}
 
 
 def _matched(title: str, patterns: Mapping[str, Lay], graph: Graph, axes: tuple[str, ...]) -> dict[str, Signature]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
-from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, ExchangePlan, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
@@ -86,14 +86,21 @@ def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[
         yield replace(_of_weights(laid, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
         yield _of_weights(laid, spec, REPLICAS, [n for n in trained if n not in laid.states], unused)
-        if divided := [n for n in trained if n in laid.states]:
-            yield from _of_states(laid, spec, plan.replicas, divided)
+        yield from _of_parts(laid, spec, plan.replicas, [n for n in trained if n in laid.residences])
 
 
-def _of_states(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
-    """Gradients of what each replica updates a part of, and its weights afterwards."""
-    buckets = state_buckets(laid.tensors(names))
-    for kind, phases in ((WEIGHT_GRADIENT, reduce_scatter()), ("weight", all_gather())):
+def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
+    """Gradients of what each replica updates a part of, when they are due or made, and its weights afterwards."""
+    made = [n for n in names if laid.residences[n].sums_parts]
+    due = [n for n in names if n not in made]
+    for kind, phases, own in (
+        (WEIGHT_GRADIENT, reduce_scatter(), due),
+        (GRADIENT_PARTS, reduce_scatter(), made),
+        ("weight", all_gather(), names),
+    ):
+        if not own:
+            continue
+        buckets = state_buckets(laid.tensors(own))
         yield ExchangePlan(
             stage=spec.stage,
             kind=kind,

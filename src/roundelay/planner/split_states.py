@@ -1,4 +1,4 @@
-"""ZeRO-1's choice: which optimizer states are split over the replicas, and which are left whole."""
+"""ZeRO's choice: which optimizer states are split over the replicas, and which are left whole."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import replace
 from roundelay.errors import PlanError, listed
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
+from roundelay.ir.residence import SHARDED
 from roundelay.ir.sbp import Split
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.planner.mesh_signatures import with_patterns
 from roundelay.planner.source import Source
 
 
-def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with the states split that can be, by ``--zero 1``, and what to say of those that are left whole.
+def split_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with the states split that can be, by ``--zero``, and what to say of those that are left whole.
 
     Raises:
         PlanError: the optimizer may look at the whole of every parameter.
@@ -24,7 +25,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tup
     why = next(iter(whole.values()), "")
     if whole and len(whole) == len(dims):
         raise PlanError(
-            "--zero 1",
+            f"--zero {level}",
             got=f"an optimizer with {why}",
             expected="one that treats each element of a parameter alone, as SGD and Adam do: a replica updates a part",
             remedy="Leave --zero out, or take such an optimizer.",
@@ -33,7 +34,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan) -> tuple[Plan, tup
     patterns = with_patterns(split, list(laid.graph.parameters))
     states = {name: ((REPLICAS, signature),) for name, signature in patterns.items()}
     notice = f"Optimizer states left whole: {listed(list(whole))}: {why}"
-    return replace(plan, states=states), ((notice,) if whole else ())
+    return replace(plan, states=states, sharded=SHARDED[:level]), ((notice,) if whole else ())
 
 
 def longest_dimensions(laid: LaidGraph, replicas: int) -> dict[str, Split]:

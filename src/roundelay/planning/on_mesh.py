@@ -11,7 +11,7 @@ from roundelay.frontend.mesh.written_out_softmax import written_out
 from roundelay.frontend.sharding import parameter_places, sharded, sharded_ops
 from roundelay.ir.plan import Plan
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.planner.mesh_signatures import MeshFacts, lay, states_of
+from roundelay.planner.mesh_signatures import MeshFacts, lay, residences_of
 
 
 def on_mesh(captured: Captured, plan: Plan) -> Captured:
@@ -29,11 +29,12 @@ def on_mesh(captured: Captured, plan: Plan) -> Captured:
         return mesh_facts(rewritten)
 
     facts = mesh_facts(plain) if plan.mesh_size > 1 else MeshFacts(captured.graph, (), {})
-    laid, states = lay(facts, plan, rewrite), states_of(plan, captured.graph)
+    laid = lay(facts, plan, rewrite)
     if laid is None:
-        return replace(captured, states=states, whole=(captured.whole or captured) if states else None)
+        found = residences_of(plan, captured.graph)
+        return replace(captured, residences=found, whole=(captured.whole or captured) if found else None)
     parts = sharded(rewritten.builder, laid.graph.graph, laid.forms, laid.deduction, laid.graph.parts)
-    return replace(rewritten.on(laid.graph.graph, parts), states=states, whole=captured)
+    return replace(rewritten.on(laid.graph.graph, parts), residences=laid.graph.residences, whole=captured)
 
 
 def mesh_facts(captured: Captured) -> MeshFacts:
@@ -58,5 +59,5 @@ def laid_of(captured: Captured) -> LaidGraph:
     """The model as it lies on its mesh, for those that need no torch."""
     own = captured.sharding
     if own is None:
-        return LaidGraph(captured.graph, states=captured.states)
-    return LaidGraph(captured.graph, own.parts, own.boxes, own.parameters, own.gradients, captured.states)
+        return LaidGraph(captured.graph, residences=captured.residences)
+    return LaidGraph(captured.graph, own.parts, own.boxes, own.parameters, own.gradients, captured.residences)

@@ -107,9 +107,10 @@ def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: t
     """A stage as the reference runs it, on every worker of the mesh."""
     functions = [captured.stage(spec, device, part=part) for part in range(workers)]
     sharding: Any = captured.sharding
-    states = {name: captured.states[name] for name in spec.parameters if name in captured.states}
+    states = {name: split for name, split in captured.states.items() if name in spec.parameters}
+    made = frozenset(name for name in states if captured.residences[name].sums_parts)
     if sharding is None:
-        return ReferenceStage(functions, spec.parameters, spec.buffers, device, states=states)
+        return ReferenceStage(functions, spec.parameters, spec.buffers, device, states=states, made=made)
     return ReferenceStage(
         functions,
         spec.parameters,
@@ -119,4 +120,5 @@ def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: t
         frozenset(name for name in spec.parameters if captured.has_partial_gradient(name)),
         sharding.boxes,
         states,
+        made,
     )

@@ -40,7 +40,7 @@ from roundelay.lower.reading import read
 from roundelay.proof.tamper_sums import tampered_sums
 from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
 from roundelay.runtime.collectives import Parts
-from roundelay.runtime.handlers import HANDLERS, SCATTERED, Context, Handler, do_forward, do_unbox, do_update
+from roundelay.runtime.handlers import DUE, HANDLERS, Context, Handler, do_forward, do_unbox, do_update
 
 
 class _Worker:
@@ -162,7 +162,7 @@ class _Unboxed(_Worker):
         self.left_out = channel if self.left_out is None else self.left_out
         if channel != self.left_out:
             return do_unbox(context, run)
-        if context.axes[channel] == SCATTERED:
+        if context.axes[channel] == DUE:
             context.stage.gradients.keep_own()
         del context.inbox[channel, run.g]
         context.shapes.pop(channel, None)

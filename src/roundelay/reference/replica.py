@@ -34,23 +34,38 @@ class Replica:
     def begin_batch(self) -> None:
         """Forget the sums of the batch before."""
         self.gradients: list[Tensors] = [{} for _ in range(self.workers)]
+        #: those of the last micro-batch that are to be summed over the replicas
+        self.made: list[Tensors] = [{} for _ in range(self.workers)]
         #: by stage: terms that the losses have summed; weight in the batch's mean that ignored labels would have had
         self.counts: dict[int, float] = {}
         self.missing: dict[int, float] = {}
         self._rows = 0
 
-    def add(self, each: Sequence[Tensors]) -> None:
-        """Add a micro-batch's gradients of one stage's parameters, of every worker."""
-        for totals, gradients in zip(self.gradients, each, strict=True):
+    def add(self, each: Sequence[Tensors], made: frozenset[str] = frozenset()) -> None:
+        """Add a micro-batch's gradients of one stage's parameters, of every worker; keep those that are ``made``."""
+        for totals, apart, gradients in zip(self.gradients, self.made, each, strict=True):
             for name, gradient in gradients.items():
-                total = totals.get(name)
-                totals[name] = gradient if total is None else total + gradient
+                if name in made:
+                    apart[name] = gradient
+                else:
+                    totals[name] = totals[name] + gradient if name in totals else gradient
 
     def note(self, done: int, header: MicroBatch) -> None:
         """Record the sums as they are when ``done`` micro-batches are done, of which this one is the last."""
         self._rows += header.rows
         weight = self._rows / header.batch_rows - self.missing.get(0, 0.0)
         self.begun[done] = dict(self.gradients[0]), self.counts.get(0) or weight or 1.0
+
+
+def add_made(replicas: Sequence[Replica]) -> None:
+    """Sum a micro-batch's gradients that are made over the replicas, and add them to the sums of the first."""
+    for worker, totals in enumerate(replicas[0].gradients):
+        for name in dict.fromkeys(name for replica in replicas for name in replica.made[worker]):
+            each = [replica.made[worker].pop(name) for replica in replicas if name in replica.made[worker]]
+            gradient = each[0]
+            for other in each[1:]:
+                gradient = gradient + other
+            totals[name] = totals[name] + gradient if name in totals else gradient
 
 
 def in_order(replicas: Sequence[Replica], stage: ReferenceStage, batch_end: int) -> Sequence[Replica]:

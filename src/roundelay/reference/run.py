@@ -32,7 +32,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.reference.gradients import ScaleTable, joint_norm, norm_of, whole_norm
 from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
-from roundelay.reference.replica import Replica, in_order, total_divisor, total_gradients
+from roundelay.reference.replica import Replica, add_made, in_order, total_divisor, total_gradients
 from roundelay.reference.run_inputs import (
     Audit,
     Named,
@@ -144,6 +144,7 @@ class _Run:
         for replica, (header, values) in zip(self._replicas, dealt, strict=False):
             if header.rows:
                 self._micro_batch(replica, header, dict(values), scale)
+        add_made(self._replicas)
         self._done += 1
         for replica, (header, _) in zip(self._replicas, dealt, strict=False):
             replica.note(self._done, header)
@@ -326,7 +327,7 @@ class _Run:
                 inputs, known = stage.functions[worker].inputs, gradients[worker]
                 of_inputs = {f"d {n}": known[n] for n in inputs if known.get(n) is not None}
                 self._audit("backward", k, self._holder(holding, worker), header.g, {**of_inputs, **own})
-            holding.add(of_parameters)
+            holding.add(of_parameters, stage.made)
         if left := [name for own in gradients for name in own]:
             raise InternalError(
                 f"the reference's backward of micro-batch {header.g}",

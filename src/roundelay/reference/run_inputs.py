@@ -88,6 +88,7 @@ class ReferenceStage:
         split: signatures of the parameters of which each worker has a part.
         partial: names of the parameters whose gradient is the sum of what the workers compute.
         states: signatures of the parameters of which each replica updates a part.
+        made: names of those of which each micro-batch's gradients are summed over the replicas, and then added up.
         boxes: what is boxed between the parts of the functions, by name of the boxed value.
         turns: holders that take its micro-batches in turns; 0 where each replica has its own holder.
         updater: the replica that updates it, where one does for all, which then have its buffers in common.
@@ -102,6 +103,7 @@ class ReferenceStage:
     partial: frozenset[str] = frozenset()
     boxes: Mapping[str, Box] = field(default_factory=dict, hash=False)
     states: Mapping[str, Split] = field(default_factory=dict, hash=False)
+    made: frozenset[str] = frozenset()
     turns: int = 0
     updater: int | None = None
     threads: int = 1

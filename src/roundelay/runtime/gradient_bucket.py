@@ -54,7 +54,8 @@ class GradientBucket:
         Args:
             sums: gradients by name.
             count: what the losses have counted.
-            room: the flat tensors to write; new ones by default.
+            room: the flat tensors to write, which may be longer, as parts of the mesh's first worker are; new ones by
+                default.
 
         Raises:
             InternalError: a gradient is missing, or there is one more.
@@ -64,9 +65,10 @@ class GradientBucket:
         pieces.append([torch.tensor([count], dtype=torch.float64, device=self.device)])
         if room is None:
             return tuple(map(torch.cat, pieces))
-        for own, out in zip(pieces, room, strict=True):
+        parts = tuple([out[:count] for out, count in zip(room, self.elements, strict=True)])
+        for own, out in zip(pieces, parts, strict=True):
             torch.cat(own, out=out)
-        return room
+        return parts
 
     def add(self, parts: tuple[torch.Tensor, ...], sums: Tensors, count: float) -> None:
         """Add gradients to those in flat tensors; raises as :meth:`pack` does."""
@@ -95,7 +97,7 @@ class GradientBucket:
         gradients = {}
         for tensor, names in zip(flat, self.names, strict=True):
             sizes = [math.prod(self.shapes[name]) for name in names]
-            for name, piece in zip(names, tensor.split(sizes), strict=True):
+            for name, piece in zip(names, tensor[: sum(sizes)].split(sizes), strict=True):
                 aligned = piece.clone() if piece.data_ptr() % ALIGNMENT else piece
                 gradients[name] = aligned.view(self.shapes[name])
         return gradients, float(count)

@@ -29,7 +29,8 @@ class Gradients:
             that the divisor is 1 minus their sum; False for terms that the losses have summed.
         buckets: how they are exchanged with other holders of the stage, by axis.
         counted: names of those that count in the norm; by default all.
-        states: those of which each replica gets the sums of a part only.
+        due: those of which each replica gets a part of the batch's sums.
+        made: those of which it gets a part of each micro-batch's, which it adds up.
         replica: which one this is.
     """
 
@@ -42,14 +43,17 @@ class Gradients:
         shares: bool = False,
         buckets: Mapping[str, GradientBucket] | None = None,
         counted: Sequence[str] | None = None,
-        states: StateBucket | None = None,
+        due: StateBucket | None = None,
+        made: StateBucket | None = None,
         replica: int = 0,
     ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
-        self._buckets, self._states, self._replica = buckets or {}, states, replica
+        self._buckets, self._due, self._made, self._replica = buckets or {}, due, made, replica
         self._counted = names if counted is None else counted
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
+        self._parts: Tensors = {}  # sums over all replicas of this one's parts
+        self._own_parts: set[str] = set()
         self._count = 0.0
         #: sums of a batch over this holder and those before it, in flat tensors, that are not handed on yet
         self.carried: tuple[torch.Tensor, ...] = ()
@@ -61,14 +65,7 @@ class Gradients:
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add the gradients of a micro-batch; the first may be aliased and are never modified in place."""
-        for name, gradient in gradients.items():
-            if name in self._own:
-                self._sums[name].add_(gradient)
-            elif name in self._sums:
-                self._sums[name] = torch.add(self._sums[name], gradient)
-                self._own.add(name)
-            else:
-                self._sums[name] = gradient
+        _add(self._sums, self._own, gradients)
 
     def note(self, header: MicroBatch) -> None:
         """Record that the backward of a micro-batch is done."""
@@ -84,9 +81,9 @@ class Gradients:
 
         Over the replicas all of them; over an axis of the mesh those that are partial.
         """
-        bucket, split = self._buckets[axis], set() if self._states is None else self._states.shapes.keys()
+        bucket, split = self._buckets[axis], set() if self._due is None else self._due.shapes.keys()
         if axis == REPLICAS:
-            if not self._sums:
+            if not self._sums and not self.rows:
                 return ()
             sums = {n: g for n, g in self._sums.items() if n not in split}
         else:
@@ -105,19 +102,31 @@ class Gradients:
 
     def scattered(self) -> tuple[torch.Tensor, ...]:
         """This replica's sums of those parameters of which each replica gets a part; none if it has none."""
-        assert self._states is not None, "only then is anything scattered"
-        return self._states.scattered({n: g for n, g in self._sums.items() if n in self._states.shapes})
+        assert self._due is not None, "only then is anything scattered"
+        return self._due.scattered({n: g for n, g in self._sums.items() if n in self._due.shapes})
 
     def reduced(self, rows: tuple[torch.Tensor, ...]) -> None:
         """Take the sums over all replicas of this one's parts in place of its own."""
-        assert self._states is not None, "only then is anything scattered"
-        own = self._states.own(rows, self._replica)
+        assert self._due is not None, "only then is anything scattered"
+        own = self._due.own(rows, self._replica)
         self._sums |= own
         self._own -= own.keys()
 
+    def scattered_parts(self) -> tuple[torch.Tensor, ...]:
+        """Take out a micro-batch's gradients of which each replica gets a part; none if there are none."""
+        assert self._made is not None, "only then are they exchanged"
+        gradients = {n: self._sums.pop(n) for n in self._made.shapes if n in self._sums}
+        self._own -= gradients.keys()
+        return self._made.scattered(gradients)
+
+    def add_parts(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Add the sums over all replicas of a micro-batch's gradients, of this one's parts; if anybody had any."""
+        assert self._made is not None, "only then are they exchanged"
+        if rows:
+            _add(self._parts, self._own_parts, self._made.own(rows, self._replica))
+
     def keep_own(self) -> None:
         """Take what this replica itself has of its parts, without the others'; only to tamper with a run."""
-        assert self._states is not None, "only then are there parts"
         self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
 
     def added(
@@ -148,11 +157,12 @@ class Gradients:
             self._total = sums
         elif sums is not None:
             (self._sums, self._count), self._own = sums, set()
+            self._parts, self._own_parts = {}, set()
         return before
 
     def _complete(self) -> tuple[Tensors, float]:
         """The sums of the batch that is updated next, and what the losses have counted."""
-        return (self._sums, self._count) if self._total is None else self._total
+        return (self._sums | self._parts, self._count) if self._total is None else self._total
 
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""
@@ -194,6 +204,7 @@ class Gradients:
     def drop(self) -> None:
         """Discard the gradients: the update of the batch is skipped."""
         self._sums, self._own = {}, set()
+        self._parts, self._own_parts = {}, set()
 
     def updated(self) -> None:
         """Forget the batch of which an update has been made."""
@@ -203,7 +214,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Reset for the next batch."""
-        self._sums, self._own = {}, set()
+        self.drop()
         self._count = self._share = 0.0
         self.rows = 0
 
@@ -218,6 +229,18 @@ class Gradients:
         else:
             return grads
         return {name: grad * scale for name, grad in grads.items()}
+
+
+def _add(sums: Tensors, own: set[str], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Add to sums, of which ``own`` names those that may be modified in place."""
+    for name, gradient in gradients.items():
+        if name in own:
+            sums[name].add_(gradient)
+        elif name in sums:
+            sums[name] = torch.add(sums[name], gradient)
+            own.add(name)
+        else:
+            sums[name] = gradient
 
 
 def _norm_of(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
-from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
@@ -209,14 +209,13 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 def do_box(context: Context, run: Run) -> MicroBatch | None:
     """Start an exchange with other holders of the stage: of a batch's gradients, or of a value within the stage."""
     for channel, _ in run.gives:
-        if run.instruction.of:
+        axis = context.axes[channel]
+        if channel in context.boxings:
             packed = _boxed(context, run, channel)
-        elif context.axes[channel] == ALL_GATHERED:
-            packed = context.stage.owned.packed()
-        elif context.axes[channel] == SCATTERED:
-            packed = context.stage.gradients.scattered()
+        elif axis in _OF_PARTS:
+            packed = _OF_PARTS[axis][0](context.stage)
         else:
-            packed = context.stage.gradients.packed(context.axes[channel], _room(context, run))
+            packed = context.stage.gradients.packed(axis, _room(context, run))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
     return None
 
@@ -225,12 +224,11 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     """Take what an exchange gives in place of what this holder had."""
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
-        if context.axes[channel] == ALL_GATHERED:
-            context.stage.owned.gather(parts)
-        elif context.axes[channel] == SCATTERED:
-            context.stage.gradients.reduced(parts)
-        elif not run.instruction.of:
-            context.stage.gradients.unpack(context.axes[channel], parts)
+        axis = context.axes[channel]
+        if axis in _OF_PARTS:
+            _OF_PARTS[axis][1](context.stage, parts)
+        elif channel not in context.boxings:
+            context.stage.gradients.unpack(axis, parts)
         elif parts:
             boxing = context.boxings[channel]
             held = context.values if boxing.forward else context.grads
@@ -328,16 +326,23 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
-ALL_GATHERED, SCATTERED = "weights", "states"
+GATHERED, DUE, MADE = "weights", "due", "made"
 """In place of an exchange's axis: updated weights, and gradients of which each replica updates a part."""
+
+_OF_PARTS: dict[str, tuple[Callable[[Stage], Parts], Callable[[Stage, Parts], None]]] = {
+    GATHERED: (lambda stage: stage.owned.packed(), lambda stage, parts: stage.owned.gather(parts)),
+    DUE: (lambda stage: stage.gradients.scattered(), lambda stage, parts: stage.gradients.reduced(parts)),
+    MADE: (lambda stage: stage.gradients.scattered_parts(), lambda stage, parts: stage.gradients.add_parts(parts)),
+}
+"""What a stage gives of that, and what it does with what it gets."""
 
 
 def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
-    if exchange.kind == "weight":
-        return ALL_GATHERED
+    if exchange.kind in (GRADIENT_PARTS, "weight"):
+        return MADE if exchange.kind == GRADIENT_PARTS else GATHERED
     scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()
-    return SCATTERED if scattered else exchange.axis
+    return DUE if scattered else exchange.axis
 
 
 HANDLERS: dict[str, Handler] = {

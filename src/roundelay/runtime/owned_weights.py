@@ -38,7 +38,11 @@ class OwnedWeights:
         }
         exchanged = [(n, p.detach()) for n, p in parameters.items() if n in self.split and n not in own.unused]
         #: how replicas exchange the parts; None where each updates all
-        self.bucket = StateBucket.of(exchanged, captured.states, replicas) if exchanged else None
+        self.bucket = _bucket(exchanged, captured, replicas)
+        made = {n for n, residence in captured.residences.items() if residence.sums_parts}
+        #: how they exchange gradients, of a batch, and of each micro-batch; None where they exchange none so
+        self.due = _bucket([(n, p) for n, p in exchanged if n not in made], captured, replicas)
+        self.made = _bucket([(n, p) for n, p in exchanged if n in made], captured, replicas)
         #: those that it reports, and counts in norms: each part of a parameter has one such holder
         self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
         self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}
@@ -69,3 +73,7 @@ class OwnedWeights:
 
     def _owned(self, name: str, local: torch.Tensor) -> torch.Tensor:
         return self._captured.owned(name, local, self._place)
+
+
+def _bucket(named: list[tuple[str, torch.Tensor]], captured: Captured, replicas: int) -> StateBucket | None:
+    return StateBucket.of(named, captured.states, replicas) if named else None

@@ -91,7 +91,8 @@ class Stage:
             shares=not captured.graph.loss_counts,
             buckets=self._buckets(own.exchanges, captured),
             counted=self.owned.names,
-            states=self.owned.bucket,
+            due=self.owned.due,
+            made=self.owned.made,
             replica=replica,
         )
         self._labels_per_row = captured.graph.labels_per_row
