@@ -93,6 +93,17 @@ def test_parts_of_the_mesh_that_are_uneven_are_exchanged_between_processes(trans
     assert found.equal, found.differences()
 
 
+@pytest.mark.parametrize("zero", LEVELS)
+def test_what_losses_count_is_exchanged_though_all_gradients_are_in_parts(zero: int) -> None:
+    def loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = batch[1] > 0
+        return nn.functional.cross_entropy(outputs[kept], batch[1][kept], reduction="sum"), kept.sum()
+
+    job = make(uneven(), loss=loss, optimizer=lambda named: SGD(named, lr=0.1))
+    found = verify(job, workers=1, data_parallel=2, zero=zero, rule="1f1b", micro_batches=2, steps=3)
+    assert found.equal, found.differences()
+
+
 def uneven() -> nn.Module:
     """13 columns, of which the second worker has 6."""
     torch.manual_seed(3)
