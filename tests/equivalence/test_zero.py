@@ -16,19 +16,22 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from roundelay.api.train_job import train
 from roundelay.checkpoint.checkpoint import load
-from roundelay.errors import JobError, PlanError
+from roundelay.errors import JobError, PlanError, UsageError
 from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import GRADIENT_PARTS
+from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_FORWARD
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import WEIGHTS
 from roundelay.ir.sbp import Split, parse
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
+from roundelay.planner import gathered_segments
 from roundelay.planning.planning import plan as planned
 from roundelay.proof.run_vs_reference import verify
-from roundelay.proof.tamper_ways import EXCHANGE_WAYS, WAYS
+from roundelay.proof.tamper_ways import EXCHANGE_WAYS, STALE_GATHER, WAYS
 from roundelay.runtime.gradients import Gradients
+from roundelay.runtime.owned_weights import OwnedWeights
+from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_bucket import StateBucket
 from roundelay.session.checkpointing import Saving
 from roundelay.session.events import Drained, Event
@@ -40,7 +43,7 @@ from tests.lower.test_verify_schedule import fired_in
 from tests.resume.cuts import Trip, differences, every_checkpoint
 from tests.zoo import ZOO
 
-LEVELS = (1, 2)
+LEVELS = (1, 2, 3)
 
 
 def split(place: Bench, rule: str, stages: int, replicas: int, **fields: Any) -> Plan:
@@ -69,12 +72,35 @@ def held(place: Bench, plan: Plan, **options: Any) -> None:
         ("pipeoptim", "mlp", 1, 2),  # with one stage nothing is predicted
     ],
 )
-@pytest.mark.parametrize("zero", LEVELS)
+@pytest.mark.parametrize("zero", [1, 2])
 def test_every_rule_without_prediction_computes_what_its_reference_does(
     rule: str, model: str, stages: int, replicas: int, zero: int
 ) -> None:
     place = bench(model)
     held(place, split(place, rule, stages, replicas, zero=zero))
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "stages", "replicas"),
+    [
+        ("1f1b", "gpt2", 2, 2),
+        ("gpipe", "bert_classifier", 1, 3),
+        ("1f1b", "skip", 2, 3),
+        ("zb-h1", "dropout_heavy", 2, 2),
+        ("zb-v", "mlp", 2, 2),
+        ("gpipe", "llama", 1, 2),
+    ],
+)
+@pytest.mark.parametrize("backward", ["mixed", "stash"])
+def test_weights_gathered_before_use_are_those_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, rule: str, model: str, stages: int, replicas: int, backward: str
+) -> None:
+    monkeypatch.setattr(gathered_segments, "LEAST", 1)
+    place = bench(model)
+    plan = split(place, rule, stages, replicas, zero=3, backward=backward)
+    gathers = [exchange for exchange in plan.exchanges if exchange.kind == WEIGHT_FORWARD]
+    assert len({exchange.segment for exchange in gathers}) > 1
+    held(place, plan)
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -174,11 +200,44 @@ def test_a_micro_batch_whose_gradients_are_not_exchanged_before_the_next_is_refu
         check_run(read(plan), [2, 2], [fired[0], late])
 
 
+def test_a_forward_whose_weights_are_not_gathered_before_it_is_refused() -> None:
+    plan = split(bench("mlp"), "1f1b", 1, 2, zero=3)
+    fired = fired_in(plan, [2, 2])
+    check_run(read(plan), [2, 2], fired)
+    at = next(i for i, f in enumerate(fired[1]) if f.opcode == "forward")
+    late = [*fired[1][: at - 1], fired[1][at], fired[1][at - 1], *fired[1][at + 1 :]]
+    with pytest.raises(PlanError, match="the weights of segment 0 not gathered before it"):
+        check_run(read(plan), [2, 2], [fired[0], late])
+
+
+def test_few_weights_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_segments, "LEAST", 1)
+    place = bench("gpt2")
+    plan = split(place, "1f1b", 1, 2, zero=3)
+    whole: list[int] = []
+    use, update = OwnedWeights.use, Stage.update
+
+    def using(self: OwnedWeights, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
+        use(self, segment, rows)
+        whole.append(sum(self._whole[name].nbytes for name in self.stored))
+
+    def updating(self: Stage, *args: Any, **options: Any) -> None:
+        assert not any(self.parameters[name].numel() for name in self.owned.stored)
+        update(self, *args, **options)
+
+    monkeypatch.setattr(OwnedWeights, "use", using)
+    monkeypatch.setattr(Stage, "update", updating)
+    held(place, plan)
+    graph = place.captured.graph
+    every = sum(parameter.num_bytes for parameter in graph.parameters.values())
+    assert 0 < max(whole) < every / 3
+
+
 def test_gradients_are_held_as_parts() -> None:
     place = bench("mlp")
     found: dict[int, dict[str, int]] = {}
 
-    for zero in LEVELS:
+    for zero in (1, 2):
         plan = split(place, "1f1b", 1, 2, zero=zero)
         with mock.patch.object(Gradients, "square", autospec=True, side_effect=seen(found.setdefault(zero, {}))):
             place.verify(replace(plan, clip=Clip.parse("global:1")), steps=1)
@@ -222,11 +281,16 @@ def test_it_trains_what_replicas_with_whole_states_train(optimizer: Callable[...
             assert torch.equal(torch.as_tensor(other.snapshot.optimizer[name][key]), torch.as_tensor(value)), key
 
 
-@pytest.mark.parametrize("way", [*WAYS, *EXCHANGE_WAYS])
+@pytest.mark.parametrize("way", [*WAYS, *EXCHANGE_WAYS, STALE_GATHER])
 @pytest.mark.parametrize("zero", LEVELS)
 def test_tampering_is_found(way: str, zero: int) -> None:
     place = bench("dropout_heavy" if way == "rng" else "mlp")
-    assert not place.verify(split(place, "pipedream", 2, 3, zero=zero), tamper=way).equal
+    plan = split(place, "pipedream" if zero < 3 else "1f1b", 2, 3, zero=zero)
+    if (way == STALE_GATHER and zero < 3) or (way in ("stash", "s") and zero == 3):
+        with pytest.raises(UsageError, match="weights of which each replica stores"):
+            place.verify(plan, tamper=way)
+    else:
+        assert not place.verify(plan, tamper=way).equal
 
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
@@ -241,10 +305,10 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, zero: i
         holders = channels[number].sources
         kinds.add((exchange.kind, tuple(map(str, exchange.phases))))
         for position, port in enumerate(holders):
-            times = 3 * (plan.micro_batches if exchange.kind == GRADIENT_PARTS else 1)
+            times = 3 * (plan.micro_batches if exchange.kind in (GRADIENT_PARTS, *USED) else 1)
             predicted = times * sum(exchange.bytes_sent(len(holders), position))
             assert done.workers[port.worker]["bytes_sent"][str(number)] == predicted, str(channels[number])
-    of_gradients = GRADIENT_PARTS if zero == 2 else "weight-gradient"
+    of_gradients = GRADIENT_PARTS if zero > 1 else "weight-gradient"
     assert {(of_gradients, ("reduce-scatter(0)",)), ("weight", ("all-gather(0)",))} <= kinds
 
 
@@ -271,8 +335,7 @@ def trip_of(rule: str, replicas: int, zero: int, model: str = "gpt2") -> Trip:
     return Trip(place.job, place.captured, plan, Length(steps=6), place.restore)
 
 
-@pytest.mark.parametrize("rule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("zero", LEVELS)
+@pytest.mark.parametrize(("rule", "zero"), [("1f1b", 1), ("pipedream", 1), ("1f1b", 2), ("pipedream", 2), ("1f1b", 3)])
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, zero: int
 ) -> None:
@@ -286,7 +349,10 @@ def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
         assert not [event for event in told if isinstance(event, Drained)]
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1)), ((2, 2), (3, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1)), ((2, 2), (3, 2)), ((3, 3), (2, 3)), ((2, 3), (2, 2))],
+)
 def test_other_replicas_read_the_same_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
@@ -339,7 +405,10 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
     [
         ("pipeoptim", 2, {"micro_batches": 1, "stages": 2}, "predictor of the plan, with split states"),
         ("1f1b", 1, {}, "--zero 1: got one replica"),
-        ("1f1b", 2, {"zero": 4}, "--zero: got 4; expected 0 to 2"),
+        ("1f1b", 2, {"zero": 4}, "--zero: got 4; expected 0 to 3"),
+        ("pipedream", 2, {"zero": 3}, "rule of the plan, with split states"),
+        ("1f1b", 2, {"zero": 3, "backward": "recompute"}, "backward of the plan, with split states"),
+        ("1f1b", 2, {"zero": 3, "compile": True}, "compile of the plan, with split states"),
     ],
 )
 def test_what_cannot_be_split_is_refused(rule: str, replicas: int, fields: dict[str, Any], message: str) -> None:

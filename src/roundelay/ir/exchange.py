@@ -23,6 +23,9 @@ WEIGHT_GRADIENT = "weight-gradient"
 GRADIENT_PARTS = "gradient-parts"
 """The kind of one that sums those of one micro-batch, of which each replica gets a part."""
 
+USED = WEIGHT_FORWARD, WEIGHT_BACKWARD = "weight-forward", "weight-backward"
+"""The kinds of those that gather a segment's weights before its forward and its backward."""
+
 _TEXT = re.compile(
     r"reduce-scatter(?P<max>-max)?\((?P<put>\d+)\)|all-gather\((?P<join>\d+)\)|all-to-all\((?P<from>\d+)>(?P<to>\d+)\)"
 )
@@ -125,10 +128,11 @@ class ExchangePlan:
 
     Args:
         stage: whose.
-        kind: of what: ``weight-gradient``, ``gradient-parts``, ``weight``, ``boxed`` or ``boxed-gradient``.
+        kind: of what: ``weight-gradient``, ``gradient-parts``, ``weight`` (updated ones), ``weight-forward`` and
+            ``weight-backward`` (those of a segment, before it runs), ``boxed`` or ``boxed-gradient``.
         axis: among whom: ``replicas``, or an axis of the mesh.
         value: name of the boxed value; empty for gradients of weights.
-        segment: number of the stage's segment after which the boxing stands.
+        segment: number of the stage's segment after which the boxing stands, or before which weights are gathered.
         phases: how; none where holders hand on sums one after another.
         dtypes: of the tensors that are exchanged together.
         shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.

@@ -144,7 +144,8 @@ class Plan:
         outputs: signatures of what modules and operations return, likewise; a pattern gives them to what can have them.
         states: signatures of parameters' optimizer states, likewise, over the replicas: each updates its part and gets
             the others' (ZeRO-1; OneFlow, Sect. 6.4). What matches nothing is updated by all.
-        sharded: what of these parameters is split so: ``states``, and ``gradients`` while they are summed (ZeRO-2).
+        sharded: what of these parameters is split so: ``states``, ``gradients`` while they are summed (ZeRO-2), and
+            ``weights`` between their uses (ZeRO-3).
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.

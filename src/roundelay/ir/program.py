@@ -96,6 +96,8 @@ ChannelKind = Literal[
     "weight-gradient",
     "gradient-parts",
     "weight",
+    "weight-forward",
+    "weight-backward",
     "partial",
     "total",
     "state",
@@ -108,7 +110,10 @@ Window = Literal["batch", "run", "slots"]
 EDGES = ("forward", "gradient")
 """Channels that carry the values of an edge between two stages."""
 
-EXCHANGES: tuple[ChannelKind, ...] = ("weight-gradient", "boxed", "boxed-gradient", "weight", "gradient-parts")
+EXCHANGES: tuple[ChannelKind, ...] = (
+    *("weight-gradient", "boxed", "boxed-gradient", "weight", "gradient-parts"),
+    *("weight-forward", "weight-backward"),
+)
 """Channels that are exchanges among holders of a stage."""
 
 SUMS = ("partial", "total")
@@ -122,6 +127,9 @@ SCALARS = ("grad-norm-sq", "grad-norm")
 
 WEIGHTS = "weights"
 """In place of a boxed value: the gradients of a stage's weights, of one micro-batch."""
+
+SEGMENT = "segment "
+"""In place of a boxed value: the weights of the segment with the number that follows."""
 
 END = 9999
 """In place of a stage's number of segments, which no program has to know."""
@@ -250,8 +258,8 @@ class Instruction:
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches after it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
-        of: the value that is boxed, or whose gradient is, or ``weights`` for their gradients of one micro-batch; empty
-            for what is exchanged once a batch.
+        of: the value that is boxed, or whose gradient is; ``weights`` for their gradients of one micro-batch, ``segment
+            N`` for the weights of a segment; empty for what is exchanged once a batch.
         segments: which of the stage's segments a forward or a backward runs, as ``START:STOP``; empty for all.
     """
 

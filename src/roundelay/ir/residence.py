@@ -1,13 +1,14 @@
 """Where a parameter lies over the replicas of which each updates a part: ZeRO's levels as rows of a table.
 
-======  ==============  ==================================  =====================
-level   optimizer       the sum of a batch's gradients      exchanged
-======  ==============  ==================================  =====================
-1       split           whole until the batch has ended     once a batch: P to S
-2       split           split as it is summed               each micro-batch: P to S
-======  ==============  ==================================  =====================
+=====  ==============  =================  ==============  ====================  ===================
+level  optimizer       sum of gradients   stored weights  gradients exchanged   weights exchanged
+=====  ==============  =================  ==============  ====================  ===================
+1      split           whole              whole           once a batch: P to S  updated: S to B
+2      split           split              whole           when made: P to S     updated: S to B
+3      split           split              split           when made: P to S     before use: S to B
+=====  ==============  =================  ==============  ====================  ===================
 
-What a replica has updated, the others get after the update (Rajbhandari et al., ZeRO, Sect. 5; OneFlow, Sect. 6.4).
+(Rajbhandari et al., ZeRO, Sect. 5; OneFlow, Sect. 6.4 and Fig. 14.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from roundelay.ir.sbp import B, Signature, Split
 
-SHARDED = ("states", "gradients")
+SHARDED = ("states", "gradients", "weights")
 """What of a parameter is split, by level: the first so many."""
 
 
@@ -27,12 +28,19 @@ class Residence:
     Args:
         state: its optimizer state, and what is updated.
         gradient: the sum of a batch's gradients as it is added up; ``B``: each replica has its own sum of all.
+        stored: the weight between its uses.
     """
 
     state: Split
     gradient: Signature = B
+    stored: Signature = B
 
     @property
     def sums_parts(self) -> bool:
         """Whether each micro-batch's gradient is exchanged, and parts of it are added up."""
         return self.gradient != B
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the weight is gathered before each use, and dropped after it."""
+        return self.stored != B

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from roundelay.ir.exchange import WEIGHT_BACKWARD, WEIGHT_FORWARD
 from roundelay.ir.program import (
     END,
     ENTRY,
@@ -16,6 +17,7 @@ from roundelay.ir.program import (
     KEPT,
     NEITHER,
     PREVIOUS,
+    SEGMENT,
     SUMS,
     WEIGHTS,
     Channel,
@@ -199,13 +201,14 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
     squares, norms = ends("grad-norm-sq"), ends("grad-norm")
-    exchanged, boxed, unboxed, gathered, made = (ends(kind)[0] for kind in EXCHANGES)
+    exchanged, boxed, unboxed, gathered, made, before, again = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(reading, stage)
     summed, halved = reading.needs_norm, reading.schedule.halved
     weights, mode = reading.backward_reads, plan.backward
     onward = _boxes(reading, stage, "boxed", boxed)
     back = _boxes(reading, stage, "boxed-gradient", unboxed)
-    borders = sorted({segment for _, segment, _ in (*onward, *back)})
+    used, used_back = (_gathers(reading, stage, *own) for own in ((WEIGHT_FORWARD, before), (WEIGHT_BACKWARD, again)))
+    borders = sorted({segment for _, segment, _ in (*onward, *back)} | {segment - 1 for segment in [*used][1:]})
 
     others, form = iter(data[1]), reading.form
     reads_apart = form is not None and form.replicates
@@ -218,12 +221,12 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
         if kind == "F":
             version = reads(reading, stage, holder, offset - offset % plan.micro_batches)
             ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
-            before = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
-            return [*before, *_in_parts(ran, borders, onward)]
+            first = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
+            return [*first, *_in_parts(ran, borders, onward, used)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
             parts = [] if halved else [line for channel in made for line in _exchanged(ran, channel, WEIGHTS)]
-            return [*_in_parts(ran, borders, back), *parts]
+            return [*_in_parts(ran, borders, back, used_back), *parts]
         if kind == "W":
             ran = Instruction("backward-weight", stage, offset)
             return [ran, *(line for channel in made for line in _exchanged(ran, channel, WEIGHTS))]
@@ -281,28 +284,52 @@ def _boxes(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -> 
     return [(e.value, e.segment, channel) for e, channel in zip(planned, channels, strict=True)]
 
 
+def _gathers(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -> dict[int, int]:
+    """The channel on which each segment's weights are gathered, by number of the segment."""
+    planned = [exchange for exchange in reading.plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
+    return {exchange.segment: channel for exchange, channel in zip(planned, channels, strict=True)}
+
+
 def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instruction]:
     box = Instruction("box", after.stage, after.offset, gives=(channel,), of=of)
     return [box, replace(box, opcode="unbox", gives=(), takes=(channel,))]
 
 
-def _in_parts(whole: Instruction, borders: Sequence[int], boxings: Sequence[_Boxing]) -> list[Instruction]:
-    """A forward or a backward in parts, with boxings between them.
+def _in_parts(
+    whole: Instruction, borders: Sequence[int], boxings: Sequence[_Boxing], gathers: Mapping[int, int]
+) -> list[Instruction]:
+    """A forward or a backward in parts, with boxings between them, and what gathers weights before each.
+
+    What gathers a forward's first weights takes its messages: only they say that there is another micro-batch.
 
     Args:
         whole: the instruction.
-        borders: numbers of the segments behind which something is boxed, forward or backward.
+        borders: numbers of the segments behind which something is boxed, forward or backward, or weights are gathered.
         boxings: those of this direction.
+        gathers: the channels on which weights are gathered, by segment.
     """
+    ends = [*pairwise([0, *(segment + 1 for segment in borders), END])]
+    needed = [
+        [
+            line
+            for segment, channel in gathers.items()
+            if start <= segment < stop
+            for line in _exchanged(whole, channel, f"{SEGMENT}{segment}")
+        ]
+        for start, stop in ends
+    ]
+    if whole.opcode == "forward" and needed[0]:
+        needed[0][0], whole = replace(needed[0][0], takes=whole.takes), replace(whole, takes=())
     if not borders:
-        return [whole]
-    spans = [f"{start}:{stop}" for start, stop in pairwise([0, *(segment + 1 for segment in borders), END])]
+        return [*needed[0], whole]
+    spans = [f"{start}:{stop}" for start, stop in ends]
     between = [
         [line for value, at, channel in boxings if at == segment for line in _exchanged(whole, channel, value)]
         for segment in borders
     ]
     if whole.opcode == "backward":
-        spans, between = spans[::-1], between[::-1]
+        spans, between, needed = spans[::-1], between[::-1], needed[::-1]
     parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
     parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
-    return [line for boxed, part in zip([[], *between], parts, strict=True) for line in (*boxed, part)]
+    each = zip([[], *between], needed, parts, strict=True)
+    return [line for boxed, gathered, part in each for line in (*boxed, *gathered, part)]

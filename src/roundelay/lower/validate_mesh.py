@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundelay.errors import PlanError
-from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, all_reduce, reduce_scatter
+from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.residence import SHARDED
@@ -95,6 +95,7 @@ def _check_exchange_kinds(reading: Reading) -> None:
         )
         summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
         summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
+        summed = summed and (exchange.kind not in USED or phases == all_gather())
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
@@ -171,6 +172,20 @@ def _check_states(reading: Reading) -> None:
             "fp32 or bf16: a replica alone does not know whether a gradient is finite",
         ),
     }
+    if "weights" in plan.sharded:
+        refused |= {
+            "rule": (
+                reading.schedule.window != "batch",
+                plan.rule,
+                "a rule that flushes, such as 1f1b: others read several versions, of which parts are not kept yet",
+            ),
+            "backward": (
+                plan.backward == "recompute",
+                plan.backward,
+                "mixed or stash: that mode runs a whole stage",
+            ),
+            "compile": (plan.compile, "true", "false: parts of a stage between exchanges are not compiled yet"),
+        }
     if plan.sharded not in [SHARDED[: i + 1] for i in range(len(SHARDED))]:
         raise PlanError(
             "sharded of the plan",

@@ -12,6 +12,7 @@ batches, short ones, and an end at every position of the loop. Checked of each r
   the forward reads the newest. With full batches that is an error;
 - where a stage has replicas, each exchanges a batch's gradients between the batch's last backward and the update;
 - where they add up parts of gradients, they exchange each micro-batch's after its backward and before the next one;
+- where they store parts of weights, they gather those of a segment before each forward and backward of it;
 - where holders update parts of weights, they gather them between the update and whatever is next on the stage;
 - where the norm of the whole model's gradient is needed, each stage computes its squared norm between the batch's last
   backward and the update;
@@ -27,9 +28,9 @@ from itertools import pairwise
 
 from roundelay.errors import PlanError
 from roundelay.ir.action import Action
-from roundelay.ir.exchange import GRADIENT_PARTS
+from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_FORWARD
 from roundelay.ir.micro_batch import MicroBatch, stream
-from roundelay.ir.program import OPCODES, WEIGHTS, Program
+from roundelay.ir.program import OPCODES, SEGMENT, WEIGHTS, Program
 from roundelay.ir.rule import DISTANCES
 from roundelay.lower.reading import Reading
 from roundelay.schedules import PIPELINE, Schedule, actions
@@ -110,6 +111,7 @@ def check_run(reading: Reading, counts: Sequence[int], fired: Sequence[Sequence[
             _check_completed(reading, executed, "backward-weight" if schedule.halved else "backward")
         _check_gathered(reading, executed)
         _check_made(reading, executed, schedule)
+        _check_used(reading, executed)
         for f in executed:
             if f.opcode in ("forward", "backward"):
                 _check_weights(reading, holder, counts, headers[f.g], f)
@@ -154,6 +156,29 @@ def _check_gathered(reading: Reading, executed: Sequence[Fired]) -> None:
             due[f.stage] = expected[1:]
         elif f.opcode == "update":
             due[f.stage] = ("box", "unbox")
+
+
+def _check_used(reading: Reading, executed: Sequence[Fired]) -> None:
+    """Check that every forward and backward has gathered the weights of its segments, all of them once."""
+    plan = reading.plan
+    needed = {
+        (e.stage, "forward" if e.kind == WEIGHT_FORWARD else "backward", f"{SEGMENT}{e.segment}")
+        for e in plan.exchanges
+        if e.kind in USED
+    }
+    gathered: dict[int, list[str]] = {}
+    used: dict[tuple[int, str, int], set[str]] = {}
+    for f in executed:
+        if f.opcode == "unbox" and f.of.startswith(SEGMENT):
+            gathered.setdefault(f.stage, []).append(f.of)
+        elif f.opcode in ("forward", "backward"):
+            used.setdefault((f.stage, f.opcode, f.g), set()).update(gathered.pop(f.stage, ()))
+    for (stage, opcode, g), found in used.items():
+        if missing := {of for k, op, of in needed if (k, op) == (stage, opcode)} - found:
+            place = f"stage {stage}, {opcode} of micro-batch {g}"
+            raise _violation(
+                reading, place, f"the weights of {min(missing)} not gathered before it", "gathered weights"
+            )
 
 
 def _check_made(reading: Reading, executed: Sequence[Fired], schedule: Schedule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -168,7 +169,8 @@ _NONE: Mapping[str, Signature] = MappingProxyType({})
 def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] = _NONE) -> dict[str, Residence]:
     """How the parameters that a plan names lie over its replicas.
 
-    A gradient that is a sum over the mesh as well is reduced there first, once a batch, and is whole until then.
+    A gradient that is a sum over the mesh as well is reduced there first, once a batch, and is whole until then. A
+    weight that several operations read, as a tied one, is stored whole.
 
     Args:
         plan: the plan.
@@ -182,8 +184,13 @@ def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] =
     for name, signature in found.items():
         _check_signature(graph, name, signature, plan.replicas)
     splits = {name: signature for name, signature in found.items() if isinstance(signature, Split)}
-    sums_parts = {name: plan.zero > 1 and gradients.get(name) != P for name in splits}
-    return {name: Residence(split, split if sums_parts[name] else B) for name, split in splits.items()}
+    readers = Counter(name for op in graph.ops for name in op.parameters)
+    found_residences = {}
+    for name, split in splits.items():
+        sums_parts = plan.zero > 1 and gradients.get(name) != P
+        is_gathered = plan.zero > 2 and sums_parts and readers[name] == 1
+        found_residences[name] = Residence(split, split if sums_parts else B, split if is_gathered else B)
+    return found_residences
 
 
 def _matched(title: str, patterns: Mapping[str, Lay], graph: Graph, axes: tuple[str, ...]) -> dict[str, Signature]:

@@ -8,7 +8,16 @@ from dataclasses import replace
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
 from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
-from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, ExchangePlan, all_gather, all_reduce, reduce_scatter
+from roundelay.ir.exchange import (
+    GRADIENT_PARTS,
+    USED,
+    WEIGHT_GRADIENT,
+    ExchangePlan,
+    Phase,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
@@ -92,12 +101,16 @@ def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[
 def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, when they are due or made, and its weights afterwards."""
     made = [n for n in names if laid.residences[n].sums_parts]
-    due = [n for n in names if n not in made]
-    for kind, phases, own in (
-        (WEIGHT_GRADIENT, reduce_scatter(), due),
-        (GRADIENT_PARTS, reduce_scatter(), made),
-        ("weight", all_gather(), names),
-    ):
+    gathered = {n for n, residence in laid.residences.items() if residence.is_gathered}
+    exchanged: list[tuple[str, tuple[Phase, ...], int, Sequence[str]]] = [
+        (WEIGHT_GRADIENT, reduce_scatter(), 0, [n for n in names if n not in made]),
+        (GRADIENT_PARTS, reduce_scatter(), 0, made),
+        ("weight", all_gather(), 0, [n for n in names if n not in gathered]),
+    ]
+    for kind in USED:
+        of_segments = [[n for n in segment.parameters if n in gathered] for segment in spec.segments]
+        exchanged += [(kind, all_gather(), i, own) for i, own in enumerate(of_segments)]
+    for kind, phases, segment, own in exchanged:
         if not own:
             continue
         buckets = state_buckets(laid.tensors(own))
@@ -106,7 +119,7 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[s
             kind=kind,
             axis=REPLICAS,
             value="",
-            segment=0,
+            segment=segment,
             phases=phases,
             dtypes=tuple([bucket[0].dtype for bucket in buckets]),
             shapes=rows_of(buckets, laid.states, replicas),

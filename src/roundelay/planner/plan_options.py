@@ -99,7 +99,8 @@ class Choices:
         int | None,
         Choice(
             "1: each replica has the optimizer's states of a part of the weights, updates it, and gets the others' "
-            "parts (ZeRO); 2: it adds up the gradients of this part only. [default: 0]"
+            "parts (ZeRO); 2: it adds up the gradients of this part only; 3: it keeps this part of the weights only, "
+            "and gathers each segment's before it runs (rules that flush). [default: 0]"
         ),
     ] = None
     micro_batches: Annotated[

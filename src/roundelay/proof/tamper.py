@@ -11,6 +11,7 @@ Each way but the orders of sums replaces handlers of one stage, of its last hold
 ``box``             the holder goes on with what it has itself: an exchange is left out
 ``stale-shard``     one holder's part of what is exchanged is that of the exchange before
 ``exchange-order``  what the holders have is summed in another order
+``stale-gather``    one holder's first forward after an update has the weights gathered before it
 ``hop``             a sum of gradients is handed on without what the holder should add
 ``stale-sum``       an update is made with the sums of the batch before
 ``sum-order``       gradients are summed in another order
@@ -29,16 +30,17 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.errors import UsageError, counted
 from roundelay.frontend import RngKey
+from roundelay.ir.exchange import USED
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import Channel, Program
+from roundelay.ir.program import SEGMENT, Channel, Program
 from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
 from roundelay.lower.reading import read
 from roundelay.proof.tamper_sums import tampered_sums
-from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
+from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_GATHER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
 from roundelay.runtime.collectives import Parts
 from roundelay.runtime.handlers import DUE, HANDLERS, Context, Handler, do_forward, do_unbox, do_update
 
@@ -156,8 +158,10 @@ class _Unboxed(_Worker):
         boxing = context.boxings.get(channel)
         if boxing is not None and Split in (type(boxing.source), type(boxing.target)):
             return do_unbox(context, run)
+        if context.axes[channel].startswith(SEGMENT):
+            return do_unbox(context, run)  # without its weights nothing can go on
         counts = boxing is None and context.axes[channel] == REPLICAS
-        if counts and context.stage.owned.bucket is not None and len(context.inbox[channel, run.g].values) < 2:
+        if counts and context.stage.owned.split and len(context.inbox[channel, run.g].values) < 2:
             return do_unbox(context, run)  # there is no gradient in it
         self.left_out = channel if self.left_out is None else self.left_out
         if channel != self.left_out:
@@ -187,9 +191,28 @@ class _Stale(_Worker):
         return do_unbox(context, run)
 
 
+class _OldWeights(_Worker):
+    """The first weights that are gathered after an update are those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
+
+    def unbox(self, context: Context, run: Run) -> MicroBatch | None:
+        result = do_unbox(context, run)
+        axis = context.axes[run.takes[0][0]]
+        if axis.startswith(SEGMENT) and run.header is not None and run.header.rows:
+            whole = context.stage.owned.whole(int(axis.removeprefix(SEGMENT)))
+            version, before = self.last.get(axis, (run.version, {}))
+            self.last[axis] = run.version, {name: weight.data for name, weight in whole.items()}
+            for name, weight in before.items() if version < run.version else ():
+                whole[name].data = weight
+        return result
+
+
 _CLASSES: dict[str, type[_Worker]] = dict(zip(WAYS, (_Stash, _TooFar, _Late, _OtherSeed, _Dropped), strict=True))
 
-_EXCHANGES: dict[str, type[_Worker]] = {BOX: _Unboxed, STALE_SHARD: _Stale}
+_EXCHANGES: dict[str, type[_Worker]] = {BOX: _Unboxed, STALE_SHARD: _Stale, STALE_GATHER: _OldWeights}
 
 
 def tampered_handlers(way: str, plan: Plan, stage: int) -> dict[str, Handler]:
@@ -243,6 +266,7 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         UsageError: the way makes no difference anywhere.
     """
     _check_sums(way, plan)
+    _check_gathers(way, plan)
     along = 1 if read(plan).sums_over_time else max(plan.replicas, *plan.mesh.values(), 1)
     least = {ORDER: 3} | dict.fromkeys(_EXCHANGES, 2)
     if along < least.get(way, 1):
@@ -271,6 +295,22 @@ def tampered_stage(way: str, graph: Graph, stages: Partition, batches: int | Non
         expected="a model on which it makes a difference",
         remedy="Choose another way to tamper.",
     )
+
+
+def _check_gathers(way: str, plan: Plan) -> None:
+    """Refuse a way to tamper with gathered weights where none are, and one that takes them for whole where they are.
+
+    Raises:
+        UsageError: the plan stores weights otherwise.
+    """
+    gathers = any(exchange.kind in USED for exchange in plan.exchanges)
+    if (way == STALE_GATHER and not gathers) or (way in ("stash", "s") and gathers):
+        raise UsageError(
+            f"--tamper {way}",
+            got="weights of which each replica stores " + ("a part" if gathers else "all"),
+            expected="weights that are " + ("whole" if gathers else "gathered before each use"),
+            remedy="Give --tamper stale-gather." if gathers else "Give --zero 3, or another way to tamper.",
+        )
 
 
 def _added(plan: Plan, stage: int) -> int:

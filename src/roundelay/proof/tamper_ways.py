@@ -10,10 +10,13 @@ WAYS = ("stash", "s", "order", "rng", "drop-update")
 BOX, STALE_SHARD, ORDER = EXCHANGE_WAYS = ("box", "stale-shard", "exchange-order")
 """Those that act where several holders of a stage exchange something."""
 
+STALE_GATHER = "stale-gather"
+"""That acts where weights are gathered before each use."""
+
 HOP, STALE_SUM, SUM_ORDER = SUM_WAYS = ("hop", "stale-sum", "sum-order")
 """Those that act in layouts of cyclic data parallelism."""
 
-ALL_WAYS = (*WAYS, *EXCHANGE_WAYS, *SUM_WAYS)
+ALL_WAYS = (*WAYS, *EXCHANGE_WAYS, STALE_GATHER, *SUM_WAYS)
 """Every way."""
 
 

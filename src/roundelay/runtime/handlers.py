@@ -14,10 +14,10 @@ from roundelay.actor.machine import Run
 from roundelay.errors import DivergedError
 from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
-from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
+from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import Channel
+from roundelay.ir.program import SEGMENT, Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.collectives import Parts
@@ -207,11 +207,16 @@ def do_backward_weight(context: Context, run: Run) -> MicroBatch | None:
 
 
 def do_box(context: Context, run: Run) -> MicroBatch | None:
-    """Start an exchange with other holders of the stage: of a batch's gradients, or of a value within the stage."""
+    """Start an exchange with other holders of the stage, which may take the messages of the forward that follows."""
+    for channel, _ in run.takes:
+        values = context.inbox.pop((channel, run.g)).values
+        context.values.setdefault(run.g, {}).update(zip(context.edges[channel][1].values, values, strict=False))
     for channel, _ in run.gives:
         axis = context.axes[channel]
         if channel in context.boxings:
             packed = _boxed(context, run, channel)
+        elif axis.startswith(SEGMENT):
+            packed = context.stage.owned.packed_segment(int(axis.removeprefix(SEGMENT)))
         elif axis in _OF_PARTS:
             packed = _OF_PARTS[axis][0](context.stage)
         else:
@@ -225,7 +230,10 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
         axis = context.axes[channel]
-        if axis in _OF_PARTS:
+        if axis.startswith(SEGMENT):
+            if _header(run).rows:  # else nothing runs that would use them
+                context.stage.owned.use(int(axis.removeprefix(SEGMENT)), parts)
+        elif axis in _OF_PARTS:
             _OF_PARTS[axis][1](context.stage, parts)
         elif channel not in context.boxings:
             context.stage.gradients.unpack(axis, parts)
@@ -339,6 +347,8 @@ _OF_PARTS: dict[str, tuple[Callable[[Stage], Parts], Callable[[Stage, Parts], No
 
 def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
+    if exchange.kind in USED:
+        return f"{SEGMENT}{exchange.segment}"
     if exchange.kind in (GRADIENT_PARTS, "weight"):
         return MADE if exchange.kind == GRADIENT_PARTS else GATHERED
     scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -21,11 +21,18 @@ class OwnedWeights:
         captured: the model; :attr:`Captured.states` says of which parameters each replica updates a part (ZeRO-1).
         own: the stage on this holder.
         replicas: R.
-        parameters: by name, what this worker of the mesh has of them; shared.
+        parameters: by name, what this worker of the mesh has of them; shared. Of those that are gathered before use,
+            what is whole is dropped by :meth:`drop`.
+        segments: for each segment the names of its parameters.
     """
 
     def __init__(
-        self, captured: Captured, own: StageWork, replicas: int, parameters: Mapping[str, torch.nn.Parameter]
+        self,
+        captured: Captured,
+        own: StageWork,
+        replicas: int,
+        parameters: Mapping[str, torch.nn.Parameter],
+        segments: Sequence[Sequence[str]],
     ) -> None:
         replica, part = own.replica, own.place
         self._captured, self._whole, self._part, self._place = captured, parameters, part, (replicas, replica)
@@ -37,8 +44,15 @@ class OwnedWeights:
             for n, p in parameters.items()
         }
         exchanged = [(n, p.detach()) for n, p in parameters.items() if n in self.split and n not in own.unused]
-        #: how replicas exchange the parts; None where each updates all
-        self.bucket = _bucket(exchanged, captured, replicas)
+        #: names of those that are gathered before each use
+        self.stored = {n for n in self.split if captured.residences[n].is_gathered}
+        updated = [(n, p) for n, p in exchanged if n not in self.stored]
+        #: how replicas exchange what they have updated; None where each updates all
+        self.bucket = _bucket(updated, captured, replicas)
+        self._segments = [
+            _bucket([(n, parameters[n].detach()) for n in names if n in self.stored], captured, replicas)
+            for names in segments
+        ]
         made = {n for n, residence in captured.residences.items() if residence.sums_parts}
         #: how they exchange gradients, of a batch, and of each micro-batch; None where they exchange none so
         self.due = _bucket([(n, p) for n, p in exchanged if n not in made], captured, replicas)
@@ -70,6 +84,29 @@ class OwnedWeights:
         assert self.bucket is not None, "else each updates all"
         for name, weight in self.bucket.gathered(rows).items():
             self._whole[name].data = weight
+
+    def packed_segment(self, segment: int) -> tuple[torch.Tensor, ...]:
+        """This replica's parts of a segment's weights, for the others."""
+        return self._of_segment(segment).packed(self.weights)
+
+    def use(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
+        """Make a segment's weights whole, of all replicas' parts, until :meth:`drop`."""
+        for name, weight in self._of_segment(segment).gathered(rows).items():
+            self._whole[name].data = weight
+
+    def whole(self, segment: int) -> dict[str, torch.nn.Parameter]:
+        """A segment's weights that are gathered before each use, by name."""
+        return {name: self._whole[name] for name in self._of_segment(segment).shapes}
+
+    def drop(self) -> None:
+        """Have whole weights no more of those that are gathered before each use; a tape keeps what it holds."""
+        for name in self.stored:
+            self._whole[name].data = self._whole[name].new_empty(0)
+
+    def _of_segment(self, segment: int) -> StateBucket:
+        bucket = self._segments[segment]
+        assert bucket is not None, "only a segment with such weights is gathered"
+        return bucket
 
     def _owned(self, name: str, local: torch.Tensor) -> torch.Tensor:
         return self._captured.owned(name, local, self._place)

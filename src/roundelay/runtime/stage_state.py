@@ -73,7 +73,8 @@ class Stage:
             for n in spec.parameters
         }
         captured.flatten_recurrent(spec, self.parameters)
-        self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters)
+        of_segments = [segment.parameters for segment in spec.segments]
+        self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters, of_segments)
         flight = initial.flight_of(spec.stage, self.holder)
         self.buffers = {n: initial.buffers_of(replica)[n].to(device, copy=True) for n in spec.buffers}
         self.steps = OptimizerSteps(captured, job, settings, initial, self.owned, first=holder == 0)
@@ -112,6 +113,7 @@ class Stage:
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
+        self.owned.drop()
 
     def part_of(self, run: Run) -> StageFunction:
         """What an instruction runs: all of the stage, or the segments between two boxings."""
@@ -144,6 +146,7 @@ class Stage:
             self._older.hold_from(run.keep)
             self.in_flight.record_forward(run, header, weights)
             self.in_flight.record_buffers(header, self.buffers)
+        self.owned.drop()
         return outputs
 
     def pass_over(self, run: Run, header: MicroBatch) -> None:
@@ -166,6 +169,7 @@ class Stage:
         """
         tape = self.tapes[run.g].pop()
         of_inputs, of_parameters = self.part_of(run).backward(tape, grads, self.weights(run))
+        self.owned.drop()
         of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters)
         if self.halved:
