@@ -20,12 +20,12 @@ from roundelay.errors import JobError, PlanError, UsageError
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_FORWARD
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import WEIGHTS
+from roundelay.ir.program import GRADIENTS
 from roundelay.ir.sbp import Split, parse
 from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
-from roundelay.planner import gathered_segments
+from roundelay.planner import weight_segments
 from roundelay.planning.planning import plan as planned
 from roundelay.proof.run_vs_reference import verify
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, STALE_GATHER, WAYS
@@ -95,7 +95,7 @@ def test_every_rule_without_prediction_computes_what_its_reference_does(
 def test_weights_gathered_before_use_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, rule: str, model: str, stages: int, replicas: int, backward: str
 ) -> None:
-    monkeypatch.setattr(gathered_segments, "LEAST", 1)
+    monkeypatch.setattr(weight_segments, "LEAST", 1)
     place = bench(model)
     plan = split(place, rule, stages, replicas, zero=3, backward=backward)
     gathers = [exchange for exchange in plan.exchanges if exchange.kind == WEIGHT_FORWARD]
@@ -193,10 +193,10 @@ def test_a_micro_batch_whose_gradients_are_not_exchanged_before_the_next_is_refu
     plan = split(bench("mlp"), "1f1b", 1, 2, zero=2)
     fired = fired_in(plan, [2, 2])
     check_run(read(plan), [2, 2], fired)
-    at = next(i for i, f in enumerate(fired[1]) if f.of == WEIGHTS)
+    at = next(i for i, f in enumerate(fired[1]) if f.of.startswith(GRADIENTS))
     assert fired[1][at - 1].opcode == "backward"
     late = [*fired[1][:at], *fired[1][at + 2 : at + 5], *fired[1][at : at + 2], *fired[1][at + 5 :]]
-    with pytest.raises(PlanError, match="no box of the micro-batch's gradients before it"):
+    with pytest.raises(PlanError, match="gradients 0 of micro-batch 0 not exchanged before it"):
         check_run(read(plan), [2, 2], [fired[0], late])
 
 
@@ -211,7 +211,7 @@ def test_a_forward_whose_weights_are_not_gathered_before_it_is_refused() -> None
 
 
 def test_few_weights_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_segments, "LEAST", 1)
+    monkeypatch.setattr(weight_segments, "LEAST", 1)
     place = bench("gpt2")
     plan = split(place, "1f1b", 1, 2, zero=3)
     whole: list[int] = []
@@ -251,7 +251,7 @@ def seen(sizes: dict[str, int]) -> Callable[[Gradients], float]:
     square = Gradients.square
 
     def note(self: Gradients) -> float:
-        every = {*(self._due.shapes if self._due else ()), *(self._made.shapes if self._made else ())}
+        every = {name for bucket in (self._due, *self._made) if bucket is not None for name in bucket.shapes}
         sizes["whole"] = sum(t.untyped_storage().nbytes() for n, t in self._sums.items() if n in every)
         sizes["parts"] = sum(tensor.nbytes for tensor in self._parts.values())
         return square(self)

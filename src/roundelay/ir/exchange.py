@@ -21,7 +21,7 @@ WEIGHT_GRADIENT = "weight-gradient"
 """The kind of an exchange that sums the gradients of a stage's weights."""
 
 GRADIENT_PARTS = "gradient-parts"
-"""The kind of one that sums those of one micro-batch, of which each replica gets a part."""
+"""The kind of one that sums a segment's of one micro-batch, of which each replica gets a part."""
 
 USED = WEIGHT_FORWARD, WEIGHT_BACKWARD = "weight-forward", "weight-backward"
 """The kinds of those that gather a segment's weights before its forward and its backward."""
@@ -132,7 +132,7 @@ class ExchangePlan:
             ``weight-backward`` (those of a segment, before it runs), ``boxed`` or ``boxed-gradient``.
         axis: among whom: ``replicas``, or an axis of the mesh.
         value: name of the boxed value; empty for gradients of weights.
-        segment: number of the stage's segment after which the boxing stands, or before which weights are gathered.
+        segment: number of the stage's segment after which the boxing stands, or whose weights or gradients they are.
         phases: how; none where holders hand on sums one after another.
         dtypes: of the tensors that are exchanged together.
         shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.

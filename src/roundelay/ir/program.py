@@ -125,11 +125,8 @@ STATES = ("state", "state-back")
 SCALARS = ("grad-norm-sq", "grad-norm")
 """Channels that carry one number per batch, and no tensor."""
 
-WEIGHTS = "weights"
-"""In place of a boxed value: the gradients of a stage's weights, of one micro-batch."""
-
-SEGMENT = "segment "
-"""In place of a boxed value: the weights of the segment with the number that follows."""
+SEGMENT, GRADIENTS = "segment ", "gradients "
+"""In place of a boxed value: a segment's weights, with its number; their gradients of one micro-batch."""
 
 END = 9999
 """In place of a stage's number of segments, which no program has to know."""
@@ -258,8 +255,8 @@ class Instruction:
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches after it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
-        of: the value that is boxed, or whose gradient is; ``weights`` for their gradients of one micro-batch, ``segment
-            N`` for the weights of a segment; empty for what is exchanged once a batch.
+        of: the value that is boxed, or whose gradient is; ``segment N`` for the weights of a segment, ``gradients
+            N`` for their gradients of one micro-batch; empty for what is exchanged once a batch.
         segments: which of the stage's segments a forward or a backward runs, as ``START:STOP``; empty for all.
     """
 

@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
-from roundelay.ir.exchange import WEIGHT_BACKWARD, WEIGHT_FORWARD
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_BACKWARD, WEIGHT_FORWARD
 from roundelay.ir.program import (
     END,
     ENTRY,
     EXCHANGES,
     FRESH,
+    GRADIENTS,
     KEPT,
     NEITHER,
     PREVIOUS,
     SEGMENT,
     SUMS,
-    WEIGHTS,
     Channel,
     ChannelKind,
     Instruction,
@@ -208,7 +209,9 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
     onward = _boxes(reading, stage, "boxed", boxed)
     back = _boxes(reading, stage, "boxed-gradient", unboxed)
     used, used_back = (_gathers(reading, stage, *own) for own in ((WEIGHT_FORWARD, before), (WEIGHT_BACKWARD, again)))
-    borders = sorted({segment for _, segment, _ in (*onward, *back)} | {segment - 1 for segment in [*used][1:]})
+    parts = _gathers(reading, stage, GRADIENT_PARTS, made)
+    apart = sorted({*used, *parts})
+    borders = sorted({segment for _, segment, _ in (*onward, *back)} | {segment - 1 for segment in apart[1:]})
 
     others, form = iter(data[1]), reading.form
     reads_apart = form is not None and form.replicates
@@ -225,11 +228,13 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
             return [*first, *_in_parts(ran, borders, onward, used)]
         if kind == "B":
             ran = Instruction("backward", stage, offset, *backward, "", weights, back_by, mode)
-            parts = [] if halved else [line for channel in made for line in _exchanged(ran, channel, WEIGHTS)]
-            return [*_in_parts(ran, borders, back, used_back), *parts]
+            return _in_parts(ran, borders, back, used_back, {} if halved else parts)
         if kind == "W":
             ran = Instruction("backward-weight", stage, offset)
-            return [ran, *(line for channel in made for line in _exchanged(ran, channel, WEIGHTS))]
+            return [
+                ran,
+                *(line for i, channel in parts.items() for line in _exchanged(ran, channel, f"{GRADIENTS}{i}")),
+            ]
         if kind in ("A", "T"):
             return [_handed_on(reading, home, kind, offset, channels)]
         if kind in HANDING_ON:
@@ -273,6 +278,8 @@ def _handed_on(reading: Reading, home: Home, kind: str, end: int, channels: Sequ
     return Instruction("sum" if kind == "A" else "share", port.stage, end, takes, tuple([known[hop] for hop in out]))
 
 
+_NONE: Mapping[int, int] = MappingProxyType({})
+
 _Boxing = tuple[str, int, int]
 """Name of a value, the segment after which it is boxed, and the channel."""
 
@@ -285,7 +292,7 @@ def _boxes(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -> 
 
 
 def _gathers(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -> dict[int, int]:
-    """The channel on which each segment's weights are gathered, by number of the segment."""
+    """The channel on which each segment's weights are gathered, or gradients scattered, by number of the segment."""
     planned = [exchange for exchange in reading.plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
     return {exchange.segment: channel for exchange, channel in zip(planned, channels, strict=True)}
 
@@ -296,40 +303,43 @@ def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instructi
 
 
 def _in_parts(
-    whole: Instruction, borders: Sequence[int], boxings: Sequence[_Boxing], gathers: Mapping[int, int]
+    whole: Instruction,
+    borders: Sequence[int],
+    boxings: Sequence[_Boxing],
+    gathers: Mapping[int, int],
+    scatters: Mapping[int, int] = _NONE,
 ) -> list[Instruction]:
-    """A forward or a backward in parts, with boxings between them, and what gathers weights before each.
+    """A forward or a backward in parts, with boxings between them, what gathers weights before and scatters gradients.
 
     What gathers a forward's first weights takes its messages: only they say that there is another micro-batch.
 
     Args:
         whole: the instruction.
-        borders: numbers of the segments behind which something is boxed, forward or backward, or weights are gathered.
+        borders: numbers of the segments behind which something is boxed or gathered, forward or backward.
         boxings: those of this direction.
-        gathers: the channels on which weights are gathered, by segment.
+        gathers: the channels on which weights are gathered before, by segment.
+        scatters: those on which gradients are scattered afterwards.
     """
     ends = [*pairwise([0, *(segment + 1 for segment in borders), END])]
-    needed = [
-        [
-            line
-            for segment, channel in gathers.items()
-            if start <= segment < stop
-            for line in _exchanged(whole, channel, f"{SEGMENT}{segment}")
-        ]
-        for start, stop in ends
-    ]
+
+    def beside(channels: Mapping[int, int], of: str) -> list[list[Instruction]]:
+        """For each part what is exchanged of its segments."""
+        own = [[(i, channel) for i, channel in channels.items() if start <= i < stop] for start, stop in ends]
+        return [[line for i, channel in part for line in _exchanged(whole, channel, f"{of}{i}")] for part in own]
+
+    needed, made = beside(gathers, SEGMENT), beside(scatters, GRADIENTS)
     if whole.opcode == "forward" and needed[0]:
         needed[0][0], whole = replace(needed[0][0], takes=whole.takes), replace(whole, takes=())
     if not borders:
-        return [*needed[0], whole]
+        return [*needed[0], whole, *made[0]]
     spans = [f"{start}:{stop}" for start, stop in ends]
     between = [
         [line for value, at, channel in boxings if at == segment for line in _exchanged(whole, channel, value)]
         for segment in borders
     ]
     if whole.opcode == "backward":
-        spans, between, needed = spans[::-1], between[::-1], needed[::-1]
+        spans, between, needed, made = spans[::-1], between[::-1], needed[::-1], made[::-1]
     parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
     parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
-    each = zip([[], *between], needed, parts, strict=True)
-    return [line for boxed, gathered, part in each for line in (*boxed, *gathered, part)]
+    each = zip([[], *between], needed, parts, made, strict=True)
+    return [line for boxed, gathered, part, scattered in each for line in (*boxed, *gathered, part, *scattered)]

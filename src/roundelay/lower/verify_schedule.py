@@ -30,7 +30,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.action import Action
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_FORWARD
 from roundelay.ir.micro_batch import MicroBatch, stream
-from roundelay.ir.program import OPCODES, SEGMENT, WEIGHTS, Program
+from roundelay.ir.program import GRADIENTS, OPCODES, SEGMENT, Program
 from roundelay.ir.rule import DISTANCES
 from roundelay.lower.reading import Reading
 from roundelay.schedules import PIPELINE, Schedule, actions
@@ -182,26 +182,20 @@ def _check_used(reading: Reading, executed: Sequence[Fired]) -> None:
 
 
 def _check_made(reading: Reading, executed: Sequence[Fired], schedule: Schedule) -> None:
-    """Check that a stage whose holders add up parts of gradients exchanges each micro-batch's when it is made."""
+    """Check that a stage whose holders add up parts of gradients exchanges each micro-batch's when they are made."""
     made_by = "backward-weight" if schedule.halved else "backward"
-    exchanging = {exchange.stage for exchange in reading.plan.exchanges if exchange.kind == GRADIENT_PARTS}
-    due: dict[int, tuple[str, ...]] = {}
-    for f in (f for f in executed if f.stage in exchanging):
-        expected = due.get(f.stage, ())
-        if f.of == WEIGHTS:
-            if expected[:1] != (f.opcode,):
-                _refuse_made(reading, f, expected)
-            due[f.stage] = expected[1:]
-        elif f.opcode in (made_by, "box", "update") and not f.of:
-            if expected and not f.continues:
-                _refuse_made(reading, f, expected)
-            due[f.stage] = ("box", "unbox") if f.opcode == made_by else ()
-
-
-def _refuse_made(reading: Reading, f: Fired, expected: tuple[str, ...]) -> None:
-    place = f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
-    missing = expected[0] if expected else "backward"
-    raise _violation(reading, place, f"no {missing} of the micro-batch's gradients before it", "one")
+    exchanged = [exchange for exchange in reading.plan.exchanges if exchange.kind == GRADIENT_PARTS]
+    needed = {e.stage: {f"{GRADIENTS}{o.segment}" for o in exchanged if o.stage == e.stage} for e in exchanged}
+    due: dict[int, tuple[int, set[str]]] = {}
+    for f in (f for f in executed if f.stage in needed):
+        g, missing = due.get(f.stage, (f.g, set()))
+        if f.opcode == "unbox" and f.of.startswith(GRADIENTS) and g == f.g:
+            missing.discard(f.of)
+        elif (f.opcode == made_by and not f.continues) or (f.opcode in ("box", "update") and not f.of):
+            if missing:
+                place = f"stage {f.stage}, {f.opcode} of micro-batch {f.g}"
+                raise _violation(reading, place, f"{min(missing)} of micro-batch {g} not exchanged before it", "all")
+            due[f.stage] = f.g, set(needed[f.stage]) if f.opcode == made_by else set()
 
 
 def _check_weights(reading: Reading, holder: int, counts: Sequence[int], header: MicroBatch, f: Fired) -> None:

@@ -24,7 +24,6 @@ from roundelay.planner.choose_cuts import MEASURED, Cut, Stages, cut, cut_by_nam
 from roundelay.planner.choose_micro_batches import choose_micro_batches
 from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
-from roundelay.planner.gathered_segments import with_gathers
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import lay, residences_of, tensor_parallel
@@ -34,6 +33,7 @@ from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware, Source
 from roundelay.planner.split_states import split_states
 from roundelay.planner.stage_counts import default_devices, num_stages_of, slots_in_layout
+from roundelay.planner.weight_segments import in_segments
 from roundelay.schedules import PIPELINE, schedule_for
 
 
@@ -203,8 +203,8 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     if level := zero_of(choices):
         draft, left_whole = split_states(source, laid, draft, level)
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
-    gathered = [name for name, residence in laid.residences.items() if residence.is_gathered]
-    ends = with_gathers(laid.graph, chosen.stages, gathered) if gathered else chosen.stages
+    apart = [name for name, residence in laid.residences.items() if residence.sums_parts]
+    ends = in_segments(laid.graph, chosen.stages, apart) if apart else chosen.stages
     if laid.on_mesh:
         ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))
     names = [[draft.workers[worker].name for worker in own] for own in owners]

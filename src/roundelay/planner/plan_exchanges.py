@@ -100,16 +100,18 @@ def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[
 
 def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, when they are due or made, and its weights afterwards."""
-    made = [n for n in names if laid.residences[n].sums_parts]
+    made = {n for n in names if laid.residences[n].sums_parts}
     gathered = {n for n, residence in laid.residences.items() if residence.is_gathered}
     exchanged: list[tuple[str, tuple[Phase, ...], int, Sequence[str]]] = [
         (WEIGHT_GRADIENT, reduce_scatter(), 0, [n for n in names if n not in made]),
-        (GRADIENT_PARTS, reduce_scatter(), 0, made),
         ("weight", all_gather(), 0, [n for n in names if n not in gathered]),
     ]
-    for kind in USED:
-        of_segments = [[n for n in segment.parameters if n in gathered] for segment in spec.segments]
-        exchanged += [(kind, all_gather(), i, own) for i, own in enumerate(of_segments)]
+    for kind, phases, wanted in [
+        (GRADIENT_PARTS, reduce_scatter(), made),
+        *((k, all_gather(), gathered) for k in USED),
+    ]:
+        of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
+        exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
     for kind, phases, segment, own in exchanged:
         if not own:
             continue

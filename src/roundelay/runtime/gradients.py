@@ -30,7 +30,7 @@ class Gradients:
         buckets: how they are exchanged with other holders of the stage, by axis.
         counted: names of those that count in the norm; by default all.
         due: those of which each replica gets a part of the batch's sums.
-        made: those of which it gets a part of each micro-batch's, which it adds up.
+        made: for each segment, those of which it gets a part of each micro-batch's, which it adds up.
         replica: which one this is.
     """
 
@@ -44,7 +44,7 @@ class Gradients:
         buckets: Mapping[str, GradientBucket] | None = None,
         counted: Sequence[str] | None = None,
         due: StateBucket | None = None,
-        made: StateBucket | None = None,
+        made: Sequence[StateBucket | None] = (),
         replica: int = 0,
     ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
@@ -112,18 +112,22 @@ class Gradients:
         self._sums |= own
         self._own -= own.keys()
 
-    def scattered_parts(self) -> tuple[torch.Tensor, ...]:
+    def scattered_parts(self, segment: int) -> tuple[torch.Tensor, ...]:
         """Take out a micro-batch's gradients of which each replica gets a part; none if there are none."""
-        assert self._made is not None, "only then are they exchanged"
-        gradients = {n: self._sums.pop(n) for n in self._made.shapes if n in self._sums}
+        bucket = self._of_segment(segment)
+        gradients = {n: self._sums.pop(n) for n in bucket.shapes if n in self._sums}
         self._own -= gradients.keys()
-        return self._made.scattered(gradients)
+        return bucket.scattered(gradients)
 
-    def add_parts(self, rows: tuple[torch.Tensor, ...]) -> None:
+    def add_parts(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
         """Add the sums over all replicas of a micro-batch's gradients, of this one's parts; if anybody had any."""
-        assert self._made is not None, "only then are they exchanged"
         if rows:
-            _add(self._parts, self._own_parts, self._made.own(rows, self._replica))
+            _add(self._parts, self._own_parts, self._of_segment(segment).own(rows, self._replica))
+
+    def _of_segment(self, segment: int) -> StateBucket:
+        bucket = self._made[segment]
+        assert bucket is not None, "only a segment with such gradients is exchanged"
+        return bucket
 
     def keep_own(self) -> None:
         """Take what this replica itself has of its parts, without the others'; only to tamper with a run."""

@@ -17,7 +17,7 @@ from roundelay.frontend.loss_metrics import check_count
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import SEGMENT, Channel
+from roundelay.ir.program import GRADIENTS, SEGMENT, Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.collectives import Parts
@@ -217,6 +217,8 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
             packed = _boxed(context, run, channel)
         elif axis.startswith(SEGMENT):
             packed = context.stage.owned.packed_segment(int(axis.removeprefix(SEGMENT)))
+        elif axis.startswith(GRADIENTS):
+            packed = context.stage.gradients.scattered_parts(int(axis.removeprefix(GRADIENTS)))
         elif axis in _OF_PARTS:
             packed = _OF_PARTS[axis][0](context.stage)
         else:
@@ -233,6 +235,8 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
         if axis.startswith(SEGMENT):
             if _header(run).rows:  # else nothing runs that would use them
                 context.stage.owned.use(int(axis.removeprefix(SEGMENT)), parts)
+        elif axis.startswith(GRADIENTS):
+            context.stage.gradients.add_parts(int(axis.removeprefix(GRADIENTS)), parts)
         elif axis in _OF_PARTS:
             _OF_PARTS[axis][1](context.stage, parts)
         elif channel not in context.boxings:
@@ -334,23 +338,22 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
-GATHERED, DUE, MADE = "weights", "due", "made"
+GATHERED, DUE = "weights", "due"
 """In place of an exchange's axis: updated weights, and gradients of which each replica updates a part."""
 
 _OF_PARTS: dict[str, tuple[Callable[[Stage], Parts], Callable[[Stage, Parts], None]]] = {
     GATHERED: (lambda stage: stage.owned.packed(), lambda stage, parts: stage.owned.gather(parts)),
     DUE: (lambda stage: stage.gradients.scattered(), lambda stage, parts: stage.gradients.reduced(parts)),
-    MADE: (lambda stage: stage.gradients.scattered_parts(), lambda stage, parts: stage.gradients.add_parts(parts)),
 }
 """What a stage gives of that, and what it does with what it gets."""
 
 
 def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
-    if exchange.kind in USED:
-        return f"{SEGMENT}{exchange.segment}"
-    if exchange.kind in (GRADIENT_PARTS, "weight"):
-        return MADE if exchange.kind == GRADIENT_PARTS else GATHERED
+    if exchange.kind in (*USED, GRADIENT_PARTS):
+        return f"{GRADIENTS if exchange.kind == GRADIENT_PARTS else SEGMENT}{exchange.segment}"
+    if exchange.kind == "weight":
+        return GATHERED
     scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()
     return DUE if scattered else exchange.axis
 

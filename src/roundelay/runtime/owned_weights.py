@@ -54,9 +54,12 @@ class OwnedWeights:
             for names in segments
         ]
         made = {n for n, residence in captured.residences.items() if residence.sums_parts}
-        #: how they exchange gradients, of a batch, and of each micro-batch; None where they exchange none so
+        #: how they exchange a batch's gradients, and each segment's of a micro-batch; None where they exchange none
         self.due = _bucket([(n, p) for n, p in exchanged if n not in made], captured, replicas)
-        self.made = _bucket([(n, p) for n, p in exchanged if n in made], captured, replicas)
+        self.made = [
+            _bucket([(n, p) for n, p in exchanged if n in made and n in names], captured, replicas)
+            for names in segments
+        ]
         #: those that it reports, and counts in norms: each part of a parameter has one such holder
         self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
         self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}
