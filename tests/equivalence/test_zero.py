@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner import weight_segments
+from roundelay.planner.memory_model import estimate_memory
+from roundelay.planner.mesh_signatures import residences_of
 from roundelay.planning.planning import plan as planned
 from roundelay.proof.run_vs_reference import verify
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, STALE_GATHER, WAYS
@@ -229,8 +232,28 @@ def test_few_weights_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Stage, "update", updating)
     held(place, plan)
     graph = place.captured.graph
+    readers = Counter(name for op in graph.ops for name in op.parameters)
+    residences = residences_of(plan, graph)
+    assert {readers[n] for n, own in residences.items() if not own.is_gathered} == {2}, "a tape would hold each copy"
     every = sum(parameter.num_bytes for parameter in graph.parameters.values())
     assert 0 < max(whole) < every / 3
+
+
+def test_less_is_predicted_to_be_held_with_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_segments, "LEAST", 1)
+    place = bench("gpt2")
+    held_by = []
+    for zero in (0, *LEVELS):
+        plan = split(place, "1f1b", 1, 2, zero=zero)
+        stages = [0] * plan.num_stages
+        (estimate, _) = estimate_memory(plan, stages)
+        held_by.append((estimate.weights, estimate.gradients))
+    (weights, gradients), one, two, three = held_by
+    assert one == (weights, gradients)
+    assert two[0] == weights
+    assert two[1] < 0.8 * gradients
+    assert three[0] < 0.8 * weights
+    assert three[1] == two[1]
 
 
 def test_gradients_are_held_as_parts() -> None:

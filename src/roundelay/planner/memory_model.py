@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from roundelay.errors import UsageError
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_FORWARD
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
@@ -74,16 +75,25 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
     simulated = simulate(plan, emit(check_plan(plan)), stream(batches))
     estimates = []
     for number, (stages, worker) in enumerate(zip(plan.worker_stages, simulated.workers, strict=True)):
-        weights = worker.weight_bytes_peak
+        whole = worker.weight_bytes_peak
+        weights, gradients = (
+            whole - sum(_saved(plan, k, kind) for k in stages) for kind in (WEIGHT_FORWARD, GRADIENT_PARTS)
+        )
         updated = [k for k in stages if read(plan).updater(k) in (None, plan.holder_of(number))]
         estimates.append(
             MemoryEstimate(
                 weights=weights,
-                gradients=weights,
+                gradients=gradients,
                 optimizer=sum(optimizer_bytes[k] for k in updated),
-                versions=(worker.versions_held_peak - 1) * weights,
+                versions=(worker.versions_held_peak - 1) * whole,
                 tapes=worker.tape_bytes_peak,
                 messages=worker.unread_bytes_peak,
             )
         )
     return tuple(estimates)
+
+
+def _saved(plan: Plan, stage: int, kind: str) -> int:
+    """Bytes that a holder of a stage lacks of what it exchanges by segments: it has its part, and one segment's."""
+    sizes = [exchange.num_bytes for exchange in plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
+    return max(0, sum(sizes) - sum(sizes) // plan.replicas - max(sizes, default=0))

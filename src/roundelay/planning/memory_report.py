@@ -53,8 +53,9 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         for _, group, p in groups_of(optimizer):
             copies = needs_displacement(optimizer, group, predictor) + needs_gradient(optimizer, group, predictor)
             held[names[id(p)]] += copies * p.nbytes
-    for name, p in named:  # a part of a weight is held beside the whole
-        held[name] += p.nbytes * (name in captured.states)
+    for name, p in named:  # a part of a weight is held beside the whole, unless that is gathered for use
+        own = captured.residences.get(name)
+        held[name] += p.nbytes * (own is not None and not own.is_gathered)
     return [sum(held.get(name, 0) for name in stage.parameters) for stage in partition.stages]
 
 
