@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 
-from tests.op_samples.checks import INTERNAL, WRONG, checks_of, name_of, operators, outcome, samples_of
+from tests.op_samples.checks import INTERNAL, SAMPLES, WRONG, checks_of, name_of, operators, outcome, samples_of
 from tests.op_samples.simulated import Ranks
 
 
@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default="float64,complex128,int64,bool")
     parser.add_argument("--workers", default="2,3")
     parser.add_argument("--only", default="", help="part of an operator's name")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each operator")
     parser.add_argument("--part", default="0/1", help="which part of all operators, as 0/2")
     parser.add_argument("--show", default=f"{WRONG},{INTERNAL}", help="outcomes that are printed one by one")
     given = parser.parse_args()
@@ -31,7 +32,7 @@ def main() -> int:
                 for op in list(operators())[number::parts]:
                     if given.only not in name_of(op):
                         continue
-                    for at, sample in samples_of(op, dtype).items():
+                    for at, sample in samples_of(op, dtype, given.samples).items():
                         for check in checks_of(op, at, sample, workers, dtype):
                             how, why = outcome(check, sample, ranks)
                             counts[how] += 1
