@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules programs standin first-look models options bench growth faults resumes same-bits clean
+.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules programs operators standin first-look models options bench growth faults resumes same-bits clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -52,6 +52,9 @@ lint: $(DONE) ## Check style, formatting, types and import contracts
 
 programs: $(DONE) ## Train every program of tests/programs under torchrun, and compare with one process (25 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.programs.launched
+
+operators: $(DONE) ## Check PyTorch's samples of its operators on tensors that lie in every way over workers (30 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.op_samples
 
 verify-table: verify-rules ## Print the tables of equivalences, each line computed now: of rules, of models (hours)
 	@$(BIN)/python -m tests.equivalence.table

@@ -38,7 +38,7 @@ def theirs(width: int, layers: int, rows: int, steps: int) -> float:
 
         x, y = data(width, rows)
         own, mesh = model(width, layers), init_device_mesh("cpu", (2,))
-        for layer in own:
+        for layer in own.children():
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(own, mesh=mesh)

@@ -1,7 +1,7 @@
 """PyTorch's samples of its operators: what global tensors give is what plain tensors give, or is refused by name.
 
-Every commit takes another of these tests; ``python -m tests.op_samples`` makes all checks. Each runs in a process of its
-own: torch's samples come with changes to torch's settings.
+Every commit takes another of these tests; ``make operators`` makes all checks. Each runs in a process of its own:
+torch's samples come with changes to torch's settings.
 """
 
 from __future__ import annotations
