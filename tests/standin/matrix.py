@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "all"},
     "replicas": {"data_parallel": 2},
     "zero": {"data_parallel": 2, "zero": 1},
+    "zero 3": {"data_parallel": 2, "zero": 3},
     "mesh": {"tensor_parallel": 2},
     "all": {"data_parallel": 2, "zero": 1, "tensor_parallel": 2, "clip": "previous:0.05", "ema": 0.9},
 }
@@ -170,6 +171,9 @@ def _possible_option(option: str, variant: Variant) -> str:
         return "replicas"
     if option == "all" and variant.rule == "lookahead":  # it predicts on a single stage too, without its states
         return "mesh"
+    flushes = schedule_named(rule_named(variant.rule).schedule).window == "batch"
+    if option == "zero 3" and (not flushes or variant.backward == "recompute"):
+        option = "zero"
     return "replicas" if option == "zero" and variant.predictor != "none" else option
 
 

@@ -24,6 +24,7 @@ def test_a_run_on_devices_is_its_reference(case: Case) -> None:
     [
         *(Case(line) for line in LINES[::5]),
         Case("1f1b", option="zero", place="two"),
+        Case("1f1b", option="zero 3", place="two"),
         Case("1f1b", option="mesh"),
         Case("mp cdp-v2", place="two"),
         Case("zero cdp-v2", model="batchnorm"),
