@@ -51,6 +51,15 @@ def test_the_physical_graph_names_every_boxing_with_its_bytes(capsys: Capture, w
     assert row.split()[3:] == ["F0", "B0'", "F1", "B1'"], "parts of a forward are one"
 
 
+def test_the_physical_graph_says_when_weights_are_gathered_and_gradients_scattered(capsys: Capture) -> None:
+    zero = ("--workers", 1, "--data-parallel", 2, "--zero", 3)
+    said = here(capsys, "plan", MLP, *zero, "--show", "graph")
+    assert said.code == 0, said.told
+    for line in ("before each forward, weights S>B: ", "before each backward, weights S>B: "):
+        assert f"    {line}" in said.out
+    assert "    after each backward, gradients of weights P>S: " in said.out
+
+
 def test_two_launched_processes_are_a_mesh(capsys: Capture, workplace: Path) -> None:
     plan = workplace / "plan.toml"
     assert here(capsys, "plan", MLP, *MESH, "--transport", "gloo", "-o", plan).code == 0

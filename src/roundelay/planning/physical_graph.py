@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import ExchangePlan
+from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_BACKWARD, WEIGHT_FORWARD, ExchangePlan
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import StageSpec
@@ -47,13 +47,23 @@ def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
         for exchange in own:
             if exchange.value and exchange.segment == i:
                 yield f"    {_boxing(captured, exchange, axes)}"
+            elif exchange.kind in _OF_SEGMENTS and exchange.segment == i:
+                yield f"    {_OF_SEGMENTS[exchange.kind]}: {_moved(exchange, axes)}"
     for edge in plan.edges:
         if edge.source == spec.stage:
             yield f"  to stage {edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back"
     for exchange in own:
-        if not exchange.value:
+        if not exchange.value and exchange.kind not in _OF_SEGMENTS:
             what = "weights" if exchange.kind == "weight" else "gradients of weights"
             yield f"  at the batch's end, {what}: {_moved(exchange, axes)}"
+
+
+_OF_SEGMENTS = {
+    WEIGHT_FORWARD: "before each forward, weights S>B",
+    WEIGHT_BACKWARD: "before each backward, weights S>B",
+    GRADIENT_PARTS: "after each backward, gradients of weights P>S",
+}
+"""What is exchanged of a segment with every micro-batch, by kind."""
 
 
 def _boxing(captured: Captured, exchange: ExchangePlan, axes: Mapping[str, int]) -> str:
