@@ -92,6 +92,31 @@ def rows_in_front_columns_behind(net: Any, x: Tensor) -> Tensor:
     return out
 
 
+def a_buffer_copied_before_it_is_written(net: Any, x: Tensor) -> Tensor:
+    before = torch.empty(8)
+    before.copy_(net.seen)
+    net.seen.add_(1.0)
+    out: Tensor = net.head(net.down(F.relu(net.up(net.first(x) - before))))
+    return out
+
+
+def a_copy_of_a_transposed(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x)
+    turned = torch.zeros_like(h.t().contiguous())
+    turned.copy_(h.t())
+    summed = turned.view(-1).view(8, -1).sum(0).unsqueeze(1)
+    out: Tensor = net.head(net.down(F.relu(net.up(h))) + summed)
+    return out
+
+
+def a_write_of_a_wider_dtype(net: Any, x: Tensor) -> Tensor:
+    h = net.first(x).bfloat16()
+    h[:, :3] += torch.arange(3.0) / 7
+    h *= torch.ones(8)
+    out: Tensor = net.head(net.down(F.relu(net.up(net.low(h).float()))))
+    return out
+
+
 def bfloat16_between_norms(net: Any, x: Tensor) -> Tensor:
     x = x + net.low_down(F.gelu(net.low_up(net.norm(x).bfloat16()))).float()
     out: Tensor = net.head(x)
@@ -128,6 +153,9 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], nn.Module],
         {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
         {"tanh": "S(0)"},
     ),
+    "a buffer copied before it is written": (a_buffer_copied_before_it_is_written, lambda: nn.Linear(8, 8), {}, {}),
+    "a copy of a transposed": (a_copy_of_a_transposed, lambda: nn.Linear(8, 8), {}, {}),
+    "a write of a wider dtype": (a_write_of_a_wider_dtype, lambda: nn.Linear(8, 8), {}, {}),
     "bfloat16 between norms": (bfloat16_between_norms, lambda: nn.Identity(), {}, {}),
     "complex weights": (complex_weights, lambda: nn.Identity(), {}, {}),
 }
@@ -137,6 +165,8 @@ def job(name: str) -> roundelay.Job:
     forward, first = CASES[name][:2]
     torch.manual_seed(0)
     own: dict[str, nn.Module] = {"first": first(), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
+    if name == "a write of a wider dtype":
+        own["low"] = nn.Linear(8, 8, dtype=torch.bfloat16)
     if name == "an input in halves":
         own = {"small_up": nn.Linear(4, 4), "small_down": nn.Linear(4, 4)}
     if name == "bfloat16 between norms":
@@ -146,6 +176,7 @@ def job(name: str) -> roundelay.Job:
         kind = torch.complex64
         own = {"complex_up": nn.Linear(8, 32, dtype=kind), "complex_down": nn.Linear(32, 8, dtype=kind)}
     model = Program(forward, **own, head=nn.Linear(8, 4))
+    model.register_buffer("seen", torch.zeros(8))
     data = [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(3)]
     return roundelay.Job(
         model=model,

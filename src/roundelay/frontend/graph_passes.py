@@ -248,7 +248,7 @@ def _writes_out_of_place(exported: Exported, run: FirstRun) -> list[tuple[str, .
             continue
         others = [m for m in aliases if m is not written and order[m] < order[node]]
         seen_later = any(order[user] > order[node] for member in others for user in member.users)
-        replacement = out_of_place(node)
+        replacement = _out_of_place(node)
         if replacement is not None and node.args[0] is written and not seen_later:
             node.target = replacement
             del writes[node]
@@ -285,8 +285,14 @@ def _unalias_inputs(exported: Exported, spans: dict[int, list[Node]]) -> list[li
     return result
 
 
-def out_of_place(node: Node) -> Any:
-    """The out-of-place counterpart of an in-place operator, or None."""
+def _out_of_place(node: Node) -> Any:
+    """The out-of-place counterpart of an in-place operator with a result of the same dtype, or None."""
+    overload = counterpart(node)
+    return overload if overload is not None and _keeps_dtype(node, overload) else None
+
+
+def counterpart(node: Node) -> Any:
+    """The out-of-place counterpart of an in-place operator, whose result may have a wider dtype, or None."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -298,6 +304,19 @@ def out_of_place(node: Node) -> Any:
     if name == "copy_":  # autograd has no formula for its counterpart
         return None
     return overload
+
+
+def _keeps_dtype(node: Node, overload: Any) -> bool:
+    """Whether the counterpart's result has the dtype of what is written into: it may be of a wider argument's."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    written = args[0] if args else None
+    if not isinstance(written, torch.Tensor):
+        return True
+    try:
+        result = overload(*args, **kwargs)
+    except Exception:  # of an argument that is known only in a run
+        return True
+    return not isinstance(result, torch.Tensor) or result.dtype == written.dtype
 
 
 def _overload_like(packet: Any, target: torch._ops.OpOverload) -> Any:

@@ -199,5 +199,6 @@ def _check_states(reading: Reading) -> None:
                 f"{name} of the plan, with split states",
                 got=str(got),
                 expected=expected,
-                remedy="Change it (a rule: --rule pipedream-2bw), or remove --zero, or the plan's [states].",
+                remedy="Change it (a rule: --rule 1f1b, or one that predicts nothing; a mode: --backward mixed), or "
+                "give another --zero, or remove the plan's [states].",
             )

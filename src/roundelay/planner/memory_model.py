@@ -79,6 +79,7 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
         weights, gradients = (
             whole - sum(_saved(plan, k, kind) for k in stages) for kind in (WEIGHT_FORWARD, GRADIENT_PARTS)
         )
+        weights = whole if plan.backward == "stash" else weights  # tapes hold what has been gathered
         updated = [k for k in stages if read(plan).updater(k) in (None, plan.holder_of(number))]
         estimates.append(
             MemoryEstimate(

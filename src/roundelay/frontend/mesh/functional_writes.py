@@ -16,7 +16,7 @@ import torch.fx
 from torch.fx import Node
 
 from roundelay.frontend.export.export import Exported
-from roundelay.frontend.graph_passes import out_of_place
+from roundelay.frontend.graph_passes import counterpart
 from roundelay.frontend.graph_run import declared_writes, is_mutable
 
 aten = torch.ops.aten
@@ -58,7 +58,11 @@ def _copied(make: Make, old: Node, source: Any, *_: Any) -> Node:
         return make(aten.full_like.default, old, source)
     if source.meta["val"].dtype != old.meta["val"].dtype:
         source = make(aten.to.dtype, source, old.meta["val"].dtype)
-    return source if source.meta["val"].shape == old.meta["val"].shape else make(aten.expand_as.default, source, old)
+    if source.meta["val"].shape != old.meta["val"].shape:
+        source = make(aten.expand_as.default, source, old)
+    kept = old.meta["val"].is_contiguous()
+    layout = torch.contiguous_format if kept else torch.preserve_format  # views of it follow, written for its strides
+    return make(aten.clone.default, source, memory_format=layout)
 
 
 def _filled(make: Make, old: Node, value: Any) -> Node:
@@ -136,7 +140,7 @@ def _unknown_bases(exported: Exported, views: dict[Node, _View]) -> set[Node]:
         assert isinstance(target, Node)
         of = views[target]
         writes = declared_writes(node.target, node.args, node.kwargs)
-        known = len(writes) == 1 and (node.target in _NEW or out_of_place(node) is not None)
+        known = len(writes) == 1 and (node.target in _NEW or counterpart(node) is not None)
         if not known or any(view.target not in _BACK or view.kwargs for view in of.chain):
             unknown.add(of.base)
     return unknown
@@ -197,7 +201,9 @@ class _Rewriting:
         if node.target in _NEW:
             new = _NEW[node.target](make, old, *rest)
         else:
-            new = self._made(node, out_of_place(node), old, *rest, **kwargs)
+            new = self._made(node, counterpart(node), old, *rest, **kwargs)
+            if new.meta["val"].dtype != old.meta["val"].dtype:
+                new = make(aten.to.dtype, new, old.meta["val"].dtype)
         new = self._named(node, new)
         whole = new
         for view, before in zip(reversed(of.chain), reversed(wholes), strict=True):
@@ -213,7 +219,7 @@ class _Rewriting:
         return made
 
     def _maker(self, node: Node) -> Make:
-        return lambda target, *args: self._made(node, target, *args)
+        return lambda target, *args, **kwargs: self._made(node, target, *args, **kwargs)
 
     def _made(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         made = self._graph.create_node("call_function", target, args, kwargs, f"{like.name}_anew")
