@@ -20,6 +20,7 @@ from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import JobError, PlanError, UsageError
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_FORWARD
+from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import GRADIENTS
 from roundelay.ir.sbp import Split, parse
@@ -130,6 +131,15 @@ def test_what_losses_count_is_exchanged_though_all_gradients_are_in_parts(zero: 
 
     job = make(uneven(), loss=loss, optimizer=lambda named: SGD(named, lr=0.1))
     found = verify(job, workers=1, data_parallel=2, zero=zero, rule="1f1b", micro_batches=2, steps=3)
+    assert found.equal, found.differences()
+
+
+@pytest.mark.parametrize("axis", ["weights", "due", "segment", "gradients"])
+def test_an_axis_may_have_any_name(axis: str) -> None:
+    job = make(uneven(), optimizer=lambda named: SGD(named, lr=0.1))
+    columns, rows = ((axis, parse("S(0)")),), ((axis, parse("S(1)")),)
+    given = GivenSignatures({axis: 2}, {"0.weight": columns, "0.bias": columns, "2.weight": rows})
+    found = verify(job, signatures=given, workers=1, data_parallel=2, zero=3, rule="1f1b", micro_batches=2, steps=2)
     assert found.equal, found.differences()
 
 
@@ -254,6 +264,8 @@ def test_less_is_predicted_to_be_held_with_each_level(monkeypatch: pytest.Monkey
     assert two[1] < 0.8 * gradients
     assert three[0] < 0.8 * weights
     assert three[1] == two[1]
+    stash = estimate_memory(split(place, "1f1b", 1, 2, zero=3, backward="stash"), [0])
+    assert stash[0].weights == weights, "tapes hold what has been gathered"
 
 
 def test_gradients_are_held_as_parts() -> None:

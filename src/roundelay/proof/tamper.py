@@ -35,14 +35,14 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import SEGMENT, Channel, Program
+from roundelay.ir.program import Channel, Program
 from roundelay.ir.sbp import Split, bounds
 from roundelay.ir.stage import Partition
 from roundelay.lower.reading import read
 from roundelay.proof.tamper_sums import tampered_sums
 from roundelay.proof.tamper_ways import BOX, HOP, ORDER, STALE_GATHER, STALE_SHARD, SUM_ORDER, SUM_WAYS, WAYS
 from roundelay.runtime.collectives import Parts
-from roundelay.runtime.handlers import DUE, HANDLERS, Context, Handler, do_forward, do_unbox, do_update
+from roundelay.runtime.handlers import DUE, HANDLERS, USED_WEIGHTS, Context, Handler, do_forward, do_unbox, do_update
 
 
 class _Worker:
@@ -158,7 +158,7 @@ class _Unboxed(_Worker):
         boxing = context.boxings.get(channel)
         if boxing is not None and Split in (type(boxing.source), type(boxing.target)):
             return do_unbox(context, run)
-        if context.axes[channel].startswith(SEGMENT):
+        if context.axes[channel].startswith(USED_WEIGHTS):
             return do_unbox(context, run)  # without its weights nothing can go on
         counts = boxing is None and context.axes[channel] == REPLICAS
         if counts and context.stage.owned.split and len(context.inbox[channel, run.g].values) < 2:
@@ -201,8 +201,8 @@ class _OldWeights(_Worker):
     def unbox(self, context: Context, run: Run) -> MicroBatch | None:
         result = do_unbox(context, run)
         axis = context.axes[run.takes[0][0]]
-        if axis.startswith(SEGMENT) and run.header is not None and run.header.rows:
-            whole = context.stage.owned.whole(int(axis.removeprefix(SEGMENT)))
+        if axis.startswith(USED_WEIGHTS) and run.header is not None and run.header.rows:
+            whole = context.stage.owned.whole(int(axis.removeprefix(USED_WEIGHTS)))
             version, before = self.last.get(axis, (run.version, {}))
             self.last[axis] = run.version, {name: weight.data for name, weight in whole.items()}
             for name, weight in before.items() if version < run.version else ():

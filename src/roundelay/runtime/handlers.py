@@ -17,7 +17,7 @@ from roundelay.frontend.loss_metrics import check_count
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import GRADIENTS, SEGMENT, Channel
+from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.collectives import Parts
@@ -213,14 +213,11 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
         context.values.setdefault(run.g, {}).update(zip(context.edges[channel][1].values, values, strict=False))
     for channel, _ in run.gives:
         axis = context.axes[channel]
+        of, _, segment = axis.partition(" ")
         if channel in context.boxings:
             packed = _boxed(context, run, channel)
-        elif axis.startswith(SEGMENT):
-            packed = context.stage.owned.packed_segment(int(axis.removeprefix(SEGMENT)))
-        elif axis.startswith(GRADIENTS):
-            packed = context.stage.gradients.scattered_parts(int(axis.removeprefix(GRADIENTS)))
-        elif axis in _OF_PARTS:
-            packed = _OF_PARTS[axis][0](context.stage)
+        elif of in _OF_PARTS:
+            packed = _OF_PARTS[of][0](context.stage, int(segment or 0))
         else:
             packed = context.stage.gradients.packed(axis, _room(context, run))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
@@ -232,13 +229,9 @@ def do_unbox(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         parts: Parts = context.inbox.pop((channel, run.g)).values  # type: ignore[assignment]
         axis = context.axes[channel]
-        if axis.startswith(SEGMENT):
-            if _header(run).rows:  # else nothing runs that would use them
-                context.stage.owned.use(int(axis.removeprefix(SEGMENT)), parts)
-        elif axis.startswith(GRADIENTS):
-            context.stage.gradients.add_parts(int(axis.removeprefix(GRADIENTS)), parts)
-        elif axis in _OF_PARTS:
-            _OF_PARTS[axis][1](context.stage, parts)
+        of, _, segment = axis.partition(" ")
+        if of in _OF_PARTS:
+            _OF_PARTS[of][1](context.stage, int(segment or 0), parts)
         elif channel not in context.boxings:
             context.stage.gradients.unpack(axis, parts)
         elif parts:
@@ -338,20 +331,29 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
-GATHERED, DUE = "weights", "due"
-"""In place of an exchange's axis: updated weights, and gradients of which each replica updates a part."""
+GATHERED, DUE, USED_WEIGHTS, MADE = "*weights", "*due", "*segment", "*gradients"
+"""In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; with a
+segment's number behind it, its weights before use; likewise, its gradients of a micro-batch."""
 
-_OF_PARTS: dict[str, tuple[Callable[[Stage], Parts], Callable[[Stage, Parts], None]]] = {
-    GATHERED: (lambda stage: stage.owned.packed(), lambda stage, parts: stage.owned.gather(parts)),
-    DUE: (lambda stage: stage.gradients.scattered(), lambda stage, parts: stage.gradients.reduced(parts)),
+_OF_PARTS: dict[str, tuple[Callable[[Stage, int], Parts], Callable[[Stage, int, Parts], None]]] = {
+    GATHERED: (lambda stage, _: stage.owned.packed(), lambda stage, _, parts: stage.owned.gather(parts)),
+    DUE: (lambda stage, _: stage.gradients.scattered(), lambda stage, _, parts: stage.gradients.reduced(parts)),
+    USED_WEIGHTS: (
+        lambda stage, i: stage.owned.packed_segment(i),
+        lambda stage, i, parts: stage.owned.use(i, parts),
+    ),
+    MADE: (
+        lambda stage, i: stage.gradients.scattered_parts(i),
+        lambda stage, i, parts: stage.gradients.add_parts(i, parts),
+    ),
 }
-"""What a stage gives of that, and what it does with what it gets."""
+"""What a stage gives of that, by the number of a segment, and what it does with what it gets."""
 
 
 def axis_of(exchange: ExchangePlan) -> str:
     """The axis of an exchange, or what takes its place."""
     if exchange.kind in (*USED, GRADIENT_PARTS):
-        return f"{GRADIENTS if exchange.kind == GRADIENT_PARTS else SEGMENT}{exchange.segment}"
+        return f"{MADE if exchange.kind == GRADIENT_PARTS else USED_WEIGHTS} {exchange.segment}"
     if exchange.kind == "weight":
         return GATHERED
     scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()
@@ -383,6 +385,7 @@ def pass_over(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         del context.inbox[channel, run.g]
     context.values.pop(run.g, None)
+    context.stage.owned.drop()
     if run.instruction.opcode == "forward" and run.instruction.runs_last:
         context.stage.pass_over(run, _header(run))
     for channel, _ in run.gives:
