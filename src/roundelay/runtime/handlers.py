@@ -332,8 +332,8 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
 
 
 GATHERED, DUE, USED_WEIGHTS, MADE = "*weights", "*due", "*segment", "*gradients"
-"""In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; with a
-segment's number behind it, its weights before use; likewise, its gradients of a micro-batch."""
+"""In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; a
+segment's weights before use, and its gradients of a micro-batch, with its number behind."""
 
 _OF_PARTS: dict[str, tuple[Callable[[Stage, int], Parts], Callable[[Stage, int, Parts], None]]] = {
     GATHERED: (lambda stage, _: stage.owned.packed(), lambda stage, _, parts: stage.owned.gather(parts)),
