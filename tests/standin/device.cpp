@@ -704,6 +704,14 @@ class Call {
   const c10::Argument& argument(size_t i) const { return op_.schema().arguments()[i]; }
   IValue& value(size_t i) const { return (*stack_)[first_ + i]; }
 
+  /// Whether an argument is written to. Steps of fused optimizers say so of gradients, and do so only to unscale them.
+  bool writes(size_t i) const {
+    const auto* alias = argument(i).alias_info();
+    if (alias == nullptr || !alias->isWrite()) return false;
+    const auto scale = op_.schema().argumentIndexWithName("grad_scale");
+    return argument(i).name() != "grads" || !scale || !value(*scale).isNone();
+  }
+
   /// That of the tensors; of an operator without any, the one that it names.
   void find_device() {
     bool found = false;
@@ -718,8 +726,7 @@ class Call {
 
   void check_arguments() const {
     for (size_t i = 0; i < num_arguments(); i++) {
-      const auto* alias = argument(i).alias_info();
-      const bool written = alias != nullptr && alias->isWrite();
+      const bool written = writes(i);
       const bool index = of_.takes_host_indices && argument(i).name() == "indices";
       visit(value(i), [&](const Tensor& tensor) {
         if (!tensor.defined() || tensor.device() == device_) return;
@@ -745,8 +752,7 @@ class Call {
     if (device_.type() != GPU || of_.views) return;
     std::vector<Uses*> read, written;
     for (size_t i = 0; i < num_arguments(); i++) {
-      const auto* alias = argument(i).alias_info();
-      auto& uses = alias != nullptr && alias->isWrite() ? written : read;
+      auto& uses = writes(i) ? written : read;
       visit(value(i), [&](const Tensor& tensor) {
         if (on_device(tensor)) add_uses(uses, tensor);
       });

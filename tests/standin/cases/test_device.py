@@ -208,6 +208,34 @@ def test_work_on_two_streams_without_a_wait_is_found() -> None:
     assert len(device.races(before)) == 3  # the default stream has not waited
 
 
+def test_two_fused_steps_may_read_one_gradient_which_only_unscaling_writes() -> None:
+    assert device is not None
+    before = len(device.races())
+    gradient = torch.ones(3, device=GPU)
+    for stream in (torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)):
+        stream.wait_stream(torch.cuda.current_stream(GPU))
+        with torch.cuda.stream(stream):
+            weight = torch.nn.Parameter(torch.ones(3, device=GPU))
+            weight.grad = gradient
+            torch.optim.SGD([weight], lr=0.1, fused=True).step()
+    assert device.races(before) == []
+    torch._fused_sgd_(
+        [torch.ones(3, device=GPU)],
+        [gradient],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+        grad_scale=torch.ones(1, device=GPU),
+    )
+    found = [text.partition(" on stream")[0] for text in device.races(before)]
+    assert set(found) == {"aten::_fused_sgd_"}
+
+
 FAILING = """
 import torch
 from torch.nn import functional
