@@ -41,7 +41,7 @@ class Run(NamedTuple):
         g: micro-batch.
         header: header of that micro-batch; None for a ``read``.
         version: updates that the stage's weights have seen.
-        reads: for a forward, the version that it reads; else ``version``.
+        reads: for a forward, and what gathers its weights, the version that it reads; else ``version``.
         keep: for a forward, the oldest version that a later one may read; None if all read the newest.
         distance: the number of updates to predict ahead.
         takes: (channel, slot) of each message it consumes.
@@ -269,7 +269,7 @@ class Machine:
             self._arrived.pop((channel, g), None)
         header = self._headers.get(g) or self._ends.get(g)
         version = self.versions[instruction.stage]
-        if self._redone and instruction.opcode in ("read", "forward"):
+        if self._redone and (instruction.opcode == "read" or instruction.reads_forward):
             version = self._redone.get(g, version)
         reads: tuple[int, int | None] = version, None
         if instruction.reads and header is not None:

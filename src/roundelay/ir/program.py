@@ -250,8 +250,9 @@ class Instruction:
             micro-batch of a batch: ``f`` for W[t], ``p`` for W[t-1], ``-`` if it is another worker's; empty for the
             newest. A ``k`` at the end says that the version before the newest is kept for others, to whom the stage's
             state goes.
-        weights: for a backward, which weights it reads: ``forward`` (those of its forward), ``live``, or ``ahead``
-            (those predicted from the live ones); else empty.
+        weights: for a backward, and what gathers its weights, which it reads: ``forward`` (those of its forward),
+            ``live``, or ``ahead`` (those predicted from the live ones); for a forward, ``forward`` where it must keep
+            them for that, as its tape has none; else empty.
         distance: how far weights are predicted: ``crossed`` (the updates between now and the backward), ``crossed+N``
             (those up to N micro-batches after it), or a number; empty for not at all.
         mode: backward mode of a forward and its backward; else empty.
@@ -286,6 +287,11 @@ class Instruction:
     def continues(self) -> bool:
         """Whether it is a part of a forward or backward that another part has begun."""
         return not (self.runs_last if self.opcode == "backward" else self.runs_first)
+
+    @property
+    def reads_forward(self) -> bool:
+        """Whether it acts with the weights of a forward: a forward itself, or what gathers weights for one."""
+        return self.opcode == "forward" or (self.of.startswith(SEGMENT) and not self.weights)
 
     @property
     def once_a_batch(self) -> bool:

@@ -8,6 +8,9 @@ level  optimizer       sum of gradients   stored weights  gradients exchanged   
 3      split           split              split           when made: P to S     before use: S to B
 =====  ==============  =================  ==============  ====================  ===================
 
+Under a rule that predicts, weights are stored split at each level: what replicas predict are parts, and these are
+gathered before use.
+
 (Rajbhandari et al., ZeRO, Sect. 5; OneFlow, Sect. 6.4 and Fig. 14.)
 """
 
@@ -44,3 +47,8 @@ class Residence:
     def is_gathered(self) -> bool:
         """Whether the weight is gathered before each use, and dropped after it."""
         return self.stored != B
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether its gradient or its weight is exchanged each micro-batch, segment by segment."""
+        return self.sums_parts or self.is_gathered

@@ -205,12 +205,14 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
     exchanged, boxed, unboxed, gathered, made, before, again = (ends(kind)[0] for kind in EXCHANGES)
     ahead_by, back_by = distances(reading, stage)
     summed, halved = reading.needs_norm, reading.schedule.halved
-    weights, mode = reading.backward_reads, plan.backward
     onward = _boxes(reading, stage, "boxed", boxed)
     back = _boxes(reading, stage, "boxed-gradient", unboxed)
     used, used_back = (_gathers(reading, stage, *own) for own in ((WEIGHT_FORWARD, before), (WEIGHT_BACKWARD, again)))
     parts = _gathers(reading, stage, GRADIENT_PARTS, made)
-    apart = sorted({*used, *parts})
+    apart = [] if plan.backward == "recompute" else sorted({*used, *parts})  # that runs a stage again as a whole
+    weights = reading.backward_reads
+    kept = "forward" if used_back and weights == "forward" else ""  # as parts: a tape would have them whole
+    mode = "mixed" if kept else plan.backward
     borders = sorted({segment for _, segment, _ in (*onward, *back)} | {segment - 1 for segment in apart[1:]})
 
     others, form = iter(data[1]), reading.form
@@ -223,7 +225,7 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
             return [Instruction("deal", stage, offset, gives=(next(others),))]
         if kind == "F":
             version = reads(reading, stage, holder, offset - offset % plan.micro_batches)
-            ran = Instruction("forward", stage, offset, *forward, version, "", ahead_by, mode)
+            ran = Instruction("forward", stage, offset, *forward, version, kept, ahead_by, mode)
             first = _read(reading, port, offset, data) if stage == 0 and not reads_apart else []
             return [*first, *_in_parts(ran, borders, onward, used)]
         if kind == "B":
@@ -280,6 +282,8 @@ def _handed_on(reading: Reading, home: Home, kind: str, end: int, channels: Sequ
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 
+_Exchanged = Callable[[Instruction, int, str], list[Instruction]]
+
 _Boxing = tuple[str, int, int]
 """Name of a value, the segment after which it is boxed, and the channel."""
 
@@ -302,6 +306,13 @@ def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instructi
     return [box, replace(box, opcode="unbox", gives=(), takes=(channel,))]
 
 
+def _gathered(before: Instruction, channel: int, of: str) -> list[Instruction]:
+    """What gathers those weights that a forward or a backward reads."""
+    box, unbox = _exchanged(before, channel, of)
+    weights = before.weights if before.opcode == "backward" else ""
+    return [replace(box, reads=before.reads, weights=weights, distance=before.distance), unbox]
+
+
 def _in_parts(
     whole: Instruction,
     borders: Sequence[int],
@@ -322,12 +333,12 @@ def _in_parts(
     """
     ends = [*pairwise([0, *(segment + 1 for segment in borders), END])]
 
-    def beside(channels: Mapping[int, int], of: str) -> list[list[Instruction]]:
+    def beside(channels: Mapping[int, int], of: str, exchanged: _Exchanged) -> list[list[Instruction]]:
         """For each part what is exchanged of its segments."""
         own = [[(i, channel) for i, channel in channels.items() if start <= i < stop] for start, stop in ends]
-        return [[line for i, channel in part for line in _exchanged(whole, channel, f"{of}{i}")] for part in own]
+        return [[line for i, channel in part for line in exchanged(whole, channel, f"{of}{i}")] for part in own]
 
-    needed, made = beside(gathers, SEGMENT), beside(scatters, GRADIENTS)
+    needed, made = beside(gathers, SEGMENT, _gathered), beside(scatters, GRADIENTS, _exchanged)
     if whole.opcode == "forward" and needed[0]:
         needed[0][0], whole = replace(needed[0][0], takes=whole.takes), replace(whole, takes=())
     if not borders:

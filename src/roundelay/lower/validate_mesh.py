@@ -9,7 +9,7 @@ from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, all_gat
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.residence import SHARDED
-from roundelay.ir.rule import DISTANCES, NO_PREDICTOR
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.lower.reading import Reading
 
 
@@ -147,24 +147,12 @@ def check_mesh(reading: Reading) -> None:
             )
 
 
-def _looks_ahead(reading: Reading) -> bool:
-    """Whether a stage of a plan whose rule predicts ever does; one stage, or a draft of none, crosses no update."""
-    plan = reading.plan
-    alone = plan.num_stages <= 1 and reading.rule.target != "next"
-    return not alone or DISTANCES[plan.predictor] == "lag+1"
-
-
 def _check_states(reading: Reading) -> None:
     """Check what a split of the optimizer's states can be combined with."""
     plan = reading.plan
     refused = {
         "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
-        "predictor": (
-            plan.predictor != NO_PREDICTOR and _looks_ahead(reading),
-            f"{plan.predictor}, by rule {plan.rule}",
-            "a rule that predicts no weights, such as 1f1b or pipedream-2bw, or one stage: a replica can predict only "
-            "weights of which it has the states",
-        ),
+        "predictor": (plan.predictor == "partial", plan.predictor, "another: a replica knows its part of a sum only"),
         "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
         "precision": (
             plan.loss_scale.on and reading.schedule.window != "batch",
@@ -172,13 +160,8 @@ def _check_states(reading: Reading) -> None:
             "fp32 or bf16: a replica alone does not know whether a gradient is finite",
         ),
     }
-    if "weights" in plan.sharded:
+    if "weights" in plan.sharded or plan.predictor != NO_PREDICTOR:
         refused |= {
-            "rule": (
-                reading.schedule.window != "batch",
-                plan.rule,
-                "a rule that flushes, such as 1f1b: others read several versions, of which parts are not kept yet",
-            ),
             "backward": (
                 plan.backward == "recompute",
                 plan.backward,
@@ -199,6 +182,6 @@ def _check_states(reading: Reading) -> None:
                 f"{name} of the plan, with split states",
                 got=str(got),
                 expected=expected,
-                remedy="Change it (a rule: --rule 1f1b, or one that predicts nothing; a mode: --backward mixed), or "
-                "give another --zero, or remove the plan's [states].",
+                remedy="Change it (a mode: --backward stash or mixed), or give another --zero, or remove the plan's "
+                "[states].",
             )

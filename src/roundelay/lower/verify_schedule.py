@@ -159,26 +159,35 @@ def _check_gathered(reading: Reading, executed: Sequence[Fired]) -> None:
 
 
 def _check_used(reading: Reading, executed: Sequence[Fired]) -> None:
-    """Check that every forward and backward has gathered the weights of its segments, all of them once."""
+    """Check that every forward and backward has gathered the weights of its segments, of the version that it reads."""
     plan = reading.plan
     needed = {
         (e.stage, "forward" if e.kind == WEIGHT_FORWARD else "backward", f"{SEGMENT}{e.segment}")
         for e in plan.exchanges
         if e.kind in USED
     }
-    gathered: dict[int, list[str]] = {}
+    begun: dict[tuple[int, str], Fired] = {}
+    gathered: dict[int, list[Fired]] = {}
     used: dict[tuple[int, str, int], set[str]] = {}
     for f in executed:
-        if f.opcode == "unbox" and f.of.startswith(SEGMENT):
-            gathered.setdefault(f.stage, []).append(f.of)
+        if f.opcode == "box" and f.of.startswith(SEGMENT):
+            begun[f.stage, f.of] = f
+        elif f.opcode == "unbox" and f.of.startswith(SEGMENT):
+            gathered.setdefault(f.stage, []).append(begun[f.stage, f.of])
         elif f.opcode in ("forward", "backward"):
-            used.setdefault((f.stage, f.opcode, f.g), set()).update(gathered.pop(f.stage, ()))
+            read = [own.of for own in gathered.pop(f.stage, ()) if _weights_read(own) == _weights_read(f)]
+            used.setdefault((f.stage, f.opcode, f.g), set()).update(read)
     for (stage, opcode, g), found in used.items():
         if missing := {of for k, op, of in needed if (k, op) == (stage, opcode)} - found:
             place = f"stage {stage}, {opcode} of micro-batch {g}"
             raise _violation(
                 reading, place, f"the weights of {min(missing)} not gathered before it", "gathered weights"
             )
+
+
+def _weights_read(f: Fired) -> tuple[int, int, int, int]:
+    """Which weights an instruction reads, or gathers."""
+    return f.g, f.version, f.reads, f.distance
 
 
 def _check_made(reading: Reading, executed: Sequence[Fired], schedule: Schedule) -> None:

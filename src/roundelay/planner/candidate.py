@@ -203,7 +203,7 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     if level := zero_of(choices):
         draft, left_whole = split_states(source, laid, draft, level)
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
-    apart = [name for name, residence in laid.residences.items() if residence.sums_parts]
+    apart = [name for name, residence in laid.residences.items() if residence.in_segments]
     ends = in_segments(laid.graph, chosen.stages, apart) if apart else chosen.stages
     if laid.on_mesh:
         ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))

@@ -13,7 +13,7 @@ from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import HALF, PRECISIONS
-from roundelay.planner.holder_choices import parts_of, replicas_of, zero_of
+from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
 
@@ -46,8 +46,6 @@ def needs_micro_batches(rule: UpdateRule) -> bool:
 def _default_mode(rule: UpdateRule, choices: Choices) -> str:
     """The rule's first backward mode; on a mesh the first that runs in parts."""
     parted = [mode for mode in rule.modes if mode != "recompute" or parts_of(choices) == 1]
-    if "weights" in SHARDED[: zero_of(choices)] and "mixed" in parted:  # the others hold what has been gathered
-        return "mixed"
     return parted[0] if parted else rule.modes[0]
 
 

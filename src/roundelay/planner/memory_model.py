@@ -76,17 +76,18 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
     estimates = []
     for number, (stages, worker) in enumerate(zip(plan.worker_stages, simulated.workers, strict=True)):
         whole = worker.weight_bytes_peak
+        stored = whole - sum(_elsewhere(plan, k, WEIGHT_FORWARD)[0] for k in stages)
         weights, gradients = (
-            whole - sum(_saved(plan, k, kind) for k in stages) for kind in (WEIGHT_FORWARD, GRADIENT_PARTS)
+            whole - sum(lacking - most for k in stages for lacking, most in [_elsewhere(plan, k, kind)])
+            for kind in (WEIGHT_FORWARD, GRADIENT_PARTS)
         )
-        weights = whole if plan.backward == "stash" else weights  # tapes hold what has been gathered
         updated = [k for k in stages if read(plan).updater(k) in (None, plan.holder_of(number))]
         estimates.append(
             MemoryEstimate(
                 weights=weights,
                 gradients=gradients,
                 optimizer=sum(optimizer_bytes[k] for k in updated),
-                versions=(worker.versions_held_peak - 1) * whole,
+                versions=(worker.versions_held_peak - 1) * stored,
                 tapes=worker.tape_bytes_peak,
                 messages=worker.unread_bytes_peak,
             )
@@ -94,7 +95,8 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
     return tuple(estimates)
 
 
-def _saved(plan: Plan, stage: int, kind: str) -> int:
-    """Bytes that a holder of a stage lacks of what it exchanges by segments: it has its part, and one segment's."""
+def _elsewhere(plan: Plan, stage: int, kind: str) -> tuple[int, int]:
+    """Bytes that others than a holder of a stage have of what it exchanges by segments, and of these one segment's."""
     sizes = [exchange.num_bytes for exchange in plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
-    return max(0, sum(sizes) - sum(sizes) // plan.replicas - max(sizes, default=0))
+    lacking = [size - size // plan.replicas for size in sizes]
+    return sum(lacking), max(lacking, default=0)

@@ -15,6 +15,7 @@ from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import Lay, Plan
 from roundelay.ir.residence import Residence
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.sbp import B, P, Signature, Split
 from roundelay.lower.boxed_graph import boxed_graph, with_local_sizes
 from roundelay.lower.laid_graph import LaidGraph
@@ -170,7 +171,8 @@ def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] =
     """How the parameters that a plan names lie over its replicas.
 
     A gradient that is a sum over the mesh as well is reduced there first, once a batch, and is whole until then. A
-    weight that several operations read, as a tied one, is stored whole.
+    weight that several operations read, as a tied one, is stored whole. Weights of a rule that predicts are gathered
+    before use at any level, as each replica predicts its parts.
 
     Args:
         plan: the plan.
@@ -184,13 +186,18 @@ def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] =
     for name, signature in found.items():
         _check_signature(graph, name, signature, plan.replicas)
     splits = {name: signature for name, signature in found.items() if isinstance(signature, Split)}
-    readers = Counter(name for op in graph.ops for name in op.parameters)
-    found_residences = {}
+    gathers, alone, found_residences = plan.zero > 2 or plan.predictor != NO_PREDICTOR, read_once(graph), {}
     for name, split in splits.items():
         sums_parts = plan.zero > 1 and gradients.get(name) != P
-        is_gathered = plan.zero > 2 and sums_parts and readers[name] == 1
+        is_gathered = gathers and name in alone
         found_residences[name] = Residence(split, split if sums_parts else B, split if is_gathered else B)
     return found_residences
+
+
+def read_once(graph: Graph) -> frozenset[str]:
+    """The parameters that one operation reads."""
+    readers = Counter(name for op in graph.ops for name in op.parameters)
+    return frozenset(name for name, count in readers.items() if count == 1)
 
 
 def _matched(title: str, patterns: Mapping[str, Lay], graph: Graph, axes: tuple[str, ...]) -> dict[str, Signature]:

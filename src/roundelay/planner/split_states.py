@@ -8,9 +8,10 @@ from roundelay.errors import PlanError, listed
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.residence import SHARDED
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.sbp import Split
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.planner.mesh_signatures import with_patterns
+from roundelay.planner.mesh_signatures import read_once, with_patterns
 from roundelay.planner.source import Source
 
 
@@ -21,6 +22,8 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tup
         PlanError: the optimizer may look at the whole of every parameter.
     """
     dims = longest_dimensions(laid, plan.replicas)
+    if plan.predictor != NO_PREDICTOR:  # each replica predicts what it updates, and that is gathered for its reader
+        dims = {name: split for name, split in dims.items() if name in read_once(laid.graph)}
     whole = source.whole_states({n: split.dim for n, split in dims.items()})
     why = next(iter(whole.values()), "")
     if whole and len(whole) == len(dims):

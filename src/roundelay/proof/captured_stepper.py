@@ -193,7 +193,7 @@ class CapturedStepper:
                     name: mine[name].clone() if name in mine else g for name, g in stage.gradients.whole(None).items()
                 }
                 stage.gradients.clear()
-                stage.gradients.add(gradients)
+                stage.gradients.add(gradients, g=0)
 
     def _updates_many(self) -> bool:
         """Whether an optimizer updates many parameters in one call, which may round differently."""

@@ -199,14 +199,14 @@ class _OldWeights(_Worker):
         self.last: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
 
     def unbox(self, context: Context, run: Run) -> MicroBatch | None:
+        known = {*context.stage.owned.gathered}
         result = do_unbox(context, run)
         axis = context.axes[run.takes[0][0]]
         if axis.startswith(USED_WEIGHTS) and run.header is not None and run.header.rows:
-            whole = context.stage.owned.whole(int(axis.removeprefix(USED_WEIGHTS)))
+            gathered = context.stage.owned.gathered
             version, before = self.last.get(axis, (run.version, {}))
-            self.last[axis] = run.version, {name: weight.data for name, weight in whole.items()}
-            for name, weight in before.items() if version < run.version else ():
-                whole[name].data = weight
+            self.last[axis] = run.version, {name: w for name, w in gathered.items() if name not in known}
+            gathered |= before if version < run.version else {}
         return result
 
 

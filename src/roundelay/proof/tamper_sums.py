@@ -69,7 +69,7 @@ class _SumOrder:
             gradients.replaced(({}, self.first[1]))
         result = do_backward(context, run)
         if header.ends_batch and self.first is not None:
-            gradients.add(self.first[0])
+            gradients.add(self.first[0], run.g)
             self.first = None
         return result
 

@@ -40,12 +40,12 @@ class ResumeState:
         self._recalled = {} if start is None or not start.versions else _copies(start.weights, device)
 
     def replayed_weights(self, run: Run) -> Weights | None:
-        """The weights of a forward that is replayed after a checkpoint; None for any other forward or backward."""
-        if run.g not in self.left or run.instruction.opcode != "forward":
+        """The weights of a forward that is replayed, or gathers some, after a checkpoint; None for any other."""
+        if run.g not in self.left or not run.instruction.reads_forward:
             return None
         own = self._recalled.get((run.reads, run.distance, run.g))
         weights = self._recalled[run.reads, run.distance, ANY] if own is None else own
-        if run.instruction.runs_last:
+        if run.instruction.opcode == "forward" and run.instruction.runs_last:
             self.left.remove(run.g)
             if not self.left:
                 self._recalled = {}

@@ -53,6 +53,8 @@ class Gradients:
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
         self._parts: Tensors = {}  # sums over all replicas of this one's parts
+        self._apart = {name for bucket in made if bucket is not None for name in bucket.shapes}
+        self._unsummed: dict[int, Tensors] = {}  # of these, by micro-batch, until they are exchanged
         self._own_parts: set[str] = set()
         self._count = 0.0
         #: sums of a batch over this holder and those before it, in flat tensors, that are not handed on yet
@@ -63,8 +65,15 @@ class Gradients:
         self.rows = 0
         """Rows of the micro-batches summed so far."""
 
-    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add the gradients of a micro-batch; the first may be aliased and are never modified in place."""
+    def add(self, gradients: Mapping[str, torch.Tensor], g: int) -> None:
+        """Add the gradients of micro-batch ``g``; the first may be aliased and are never modified in place.
+
+        Those of which each replica gets a part are kept until :meth:`scattered_parts` takes them out.
+        """
+        apart = {name: gradient for name, gradient in gradients.items() if name in self._apart}
+        if apart:
+            self._unsummed.setdefault(g, {}).update(apart)
+            gradients = {name: gradient for name, gradient in gradients.items() if name not in apart}
         _add(self._sums, self._own, gradients)
 
     def note(self, header: MicroBatch) -> None:
@@ -112,11 +121,12 @@ class Gradients:
         self._sums |= own
         self._own -= own.keys()
 
-    def scattered_parts(self, segment: int) -> tuple[torch.Tensor, ...]:
+    def scattered_parts(self, segment: int, g: int) -> tuple[torch.Tensor, ...]:
         """Take out a micro-batch's gradients of which each replica gets a part; none if there are none."""
-        bucket = self._of_segment(segment)
-        gradients = {n: self._sums.pop(n) for n in bucket.shapes if n in self._sums}
-        self._own -= gradients.keys()
+        bucket, known = self._of_segment(segment), self._unsummed.get(g, {})
+        gradients = {name: known.pop(name) for name in bucket.shapes if name in known}
+        if not known:
+            self._unsummed.pop(g, None)
         return bucket.scattered(gradients)
 
     def add_parts(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:

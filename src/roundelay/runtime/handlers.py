@@ -217,7 +217,7 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
         if channel in context.boxings:
             packed = _boxed(context, run, channel)
         elif of in _OF_PARTS:
-            packed = _OF_PARTS[of][0](context.stage, int(segment or 0))
+            packed = _OF_PARTS[of][0](context.stage, int(segment or 0), run)
         else:
             packed = context.stage.gradients.packed(axis, _room(context, run))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
@@ -335,15 +335,15 @@ GATHERED, DUE, USED_WEIGHTS, MADE = "*weights", "*due", "*segment", "*gradients"
 """In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; a
 segment's weights before use, and its gradients of a micro-batch, with its number behind."""
 
-_OF_PARTS: dict[str, tuple[Callable[[Stage, int], Parts], Callable[[Stage, int, Parts], None]]] = {
-    GATHERED: (lambda stage, _: stage.owned.packed(), lambda stage, _, parts: stage.owned.gather(parts)),
-    DUE: (lambda stage, _: stage.gradients.scattered(), lambda stage, _, parts: stage.gradients.reduced(parts)),
+_OF_PARTS: dict[str, tuple[Callable[[Stage, int, Run], Parts], Callable[[Stage, int, Parts], None]]] = {
+    GATHERED: (lambda stage, *_: stage.owned.packed(), lambda stage, _, parts: stage.owned.gather(parts)),
+    DUE: (lambda stage, *_: stage.gradients.scattered(), lambda stage, _, parts: stage.gradients.reduced(parts)),
     USED_WEIGHTS: (
-        lambda stage, i: stage.owned.packed_segment(i),
+        lambda stage, i, run: stage.owned.packed_segment(i, stage.weights(run)),
         lambda stage, i, parts: stage.owned.use(i, parts),
     ),
     MADE: (
-        lambda stage, i: stage.gradients.scattered_parts(i),
+        lambda stage, i, run: stage.gradients.scattered_parts(i, run.g),
         lambda stage, i, parts: stage.gradients.add_parts(i, parts),
     ),
 }
@@ -385,9 +385,7 @@ def pass_over(context: Context, run: Run) -> MicroBatch | None:
     for channel, _ in run.takes:
         del context.inbox[channel, run.g]
     context.values.pop(run.g, None)
-    context.stage.owned.drop()
-    if run.instruction.opcode == "forward" and run.instruction.runs_last:
-        context.stage.pass_over(run, _header(run))
+    context.stage.pass_over(run, _header(run))
     for channel, _ in run.gives:
         context.outbox[channel] = Message(channel, _header(run).numbers(), ())
     return None

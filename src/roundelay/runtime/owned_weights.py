@@ -22,7 +22,7 @@ class OwnedWeights:
         own: the stage on this holder.
         replicas: R.
         parameters: by name, what this worker of the mesh has of them; shared. Of those that are gathered before use,
-            what is whole is dropped by :meth:`drop`.
+            the part that this holder stores takes their place.
         segments: for each segment the names of its parameters.
     """
 
@@ -31,11 +31,11 @@ class OwnedWeights:
         captured: Captured,
         own: StageWork,
         replicas: int,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: dict[str, torch.nn.Parameter],
         segments: Sequence[Sequence[str]],
     ) -> None:
         replica, part = own.replica, own.place
-        self._captured, self._whole, self._part, self._place = captured, parameters, part, (replicas, replica)
+        self._captured, self._kept, self._part, self._place = captured, parameters, part, (replicas, replica)
         #: names of parameters of which this holder updates a part
         self.split = {n for n in parameters if n in captured.states}
         #: what it updates, by name; where nothing is split, the parameters themselves
@@ -63,6 +63,9 @@ class OwnedWeights:
         #: those that it reports, and counts in norms: each part of a parameter has one such holder
         self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
         self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}
+        #: whole weights of the segments that are in use, by name
+        self.gathered: dict[str, torch.Tensor] = {}
+        parameters |= {name: self.weights[name] for name in self.stored}
 
     def ranges(self, name: str) -> Ranges:
         """Where what this holder updates lies in the whole parameter."""
@@ -86,25 +89,19 @@ class OwnedWeights:
         """Make the parameters of what all replicas have updated; tensors that a tape holds are not written to."""
         assert self.bucket is not None, "else each updates all"
         for name, weight in self.bucket.gathered(rows).items():
-            self._whole[name].data = weight
+            self._kept[name].data = weight
 
-    def packed_segment(self, segment: int) -> tuple[torch.Tensor, ...]:
-        """This replica's parts of a segment's weights, for the others."""
-        return self._of_segment(segment).packed(self.weights)
+    def packed_segment(self, segment: int, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """This replica's parts of a segment's weights, of some version, for the others."""
+        return self._of_segment(segment).packed(weights)
 
     def use(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
         """Make a segment's weights whole, of all replicas' parts, until :meth:`drop`."""
-        for name, weight in self._of_segment(segment).gathered(rows).items():
-            self._whole[name].data = weight
-
-    def whole(self, segment: int) -> dict[str, torch.nn.Parameter]:
-        """A segment's weights that are gathered before each use, by name."""
-        return {name: self._whole[name] for name in self._of_segment(segment).shapes}
+        self.gathered |= self._of_segment(segment).gathered(rows)
 
     def drop(self) -> None:
-        """Have whole weights no more of those that are gathered before each use; a tape keeps what it holds."""
-        for name in self.stored:
-            self._whole[name].data = self._whole[name].new_empty(0)
+        """Have whole weights no more of those that are gathered before each use."""
+        self.gathered = {}
 
     def _of_segment(self, segment: int) -> StateBucket:
         bucket = self._segments[segment]

@@ -68,11 +68,12 @@ class Stage:
         self.function = captured.stage(spec, device, halved=self.halved, part=part)
         self._parts = {"": self.function}
         self.clip = settings.clip
-        self.parameters = {
+        whole = {
             n: _parameter(captured, n, captured.local(n, initial.parameters[n].detach(), part), device)
             for n in spec.parameters
         }
-        captured.flatten_recurrent(spec, self.parameters)
+        captured.flatten_recurrent(spec, whole)
+        self.parameters = dict(whole)
         of_segments = [segment.parameters for segment in spec.segments]
         self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters, of_segments)
         flight = initial.flight_of(spec.stage, self.holder)
@@ -80,6 +81,8 @@ class Stage:
         self.steps = OptimizerSteps(captured, job, settings, initial, self.owned, first=holder == 0)
         #: by micro-batch, the tapes of the parts of its forward
         self.tapes: dict[int, list[StageTape]] = {}
+        #: by micro-batch, the weights that its forward has read, where its backward reads them and its tape has none
+        self._read: dict[int, Weights] = {}
         #: by micro-batch, what the first half of a backward leaves for :meth:`weight_half`
         self.debts: dict[int, Debt] = {}
         #: weights that the next forward reads in place of the rule's; set only to tamper with a run
@@ -90,7 +93,7 @@ class Stage:
             self.clip,
             scaled=settings.loss_scale.on,
             shares=not captured.graph.loss_counts,
-            buckets=self._buckets(own.exchanges, captured),
+            buckets=self._buckets(own.exchanges, captured, whole),
             counted=self.owned.names,
             due=self.owned.due,
             made=self.owned.made,
@@ -113,7 +116,6 @@ class Stage:
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
-        self.owned.drop()
 
     def part_of(self, run: Run) -> StageFunction:
         """What an instruction runs: all of the stage, or the segments between two boxings."""
@@ -135,24 +137,37 @@ class Stage:
         mode: Mode = run.instruction.mode  # type: ignore[assignment]
         key = tuple([v.shape for v in inputs.values() if isinstance(v, torch.Tensor)])
         weights = self.forward_weights or self.weights(run)
+        whole = {**weights, **self.owned.gathered} if self.owned.gathered else weights
         known = self._tape_bytes.setdefault(run.instruction.segments, {})
         kept = self._leaves_of(weights, run.instruction.segments) if mode == "stash" else ()  # others hold no weights
         outputs, tape = self.part_of(run).forward(
-            weights, self.buffers, inputs, draw, mode=mode, measure=key not in known, cached_leaves=kept
+            whole, self.buffers, inputs, draw, mode=mode, measure=key not in known, cached_leaves=kept
         )
         tape.num_bytes = known.setdefault(key, tape.num_bytes)
         self.tapes.setdefault(header.g, []).append(tape)
         if run.instruction.runs_last:
             self._older.hold_from(run.keep)
-            self.in_flight.record_forward(run, header, weights)
+            self._note(run, header, weights)
             self.in_flight.record_buffers(header, self.buffers)
         self.owned.drop()
         return outputs
 
     def pass_over(self, run: Run, header: MicroBatch) -> None:
-        """Do what the forward of a micro-batch without rows must do."""
-        self._older.hold_from(run.keep)
-        self.in_flight.record_buffers(header, self.buffers)
+        """Do what the forward or backward of a micro-batch without rows must do."""
+        self.owned.drop()
+        if run.instruction.opcode == "forward" and run.instruction.runs_last:
+            if self.owned.stored:  # others have rows, and gather the same weights again
+                self._note(run, header, self.weights(run))
+            self._older.hold_from(run.keep)
+            self.in_flight.record_buffers(header, self.buffers)
+        elif run.instruction.opcode == "backward" and run.instruction.runs_first:
+            self._read.pop(run.g, None)
+
+    def _note(self, run: Run, header: MicroBatch, weights: Mapping[str, torch.Tensor]) -> None:
+        """Keep the weights of a forward for its backward, and for a checkpoint, where they need them."""
+        self.in_flight.record_forward(run, header, weights)
+        if run.instruction.weights:
+            self._read[run.g] = {name: weight.detach() for name, weight in weights.items()}
 
     def backward(
         self, run: Run, grads: Mapping[str, torch.Tensor | None], scale: float = 1.0
@@ -167,15 +182,16 @@ class Stage:
         Returns:
             Gradients of the inputs, still scaled, and of the parameters, by name.
         """
-        tape = self.tapes[run.g].pop()
-        of_inputs, of_parameters = self.part_of(run).backward(tape, grads, self.weights(run))
+        tape, weights = self.tapes[run.g].pop(), {**self.weights(run), **self.owned.gathered}
+        of_inputs, of_parameters = self.part_of(run).backward(tape, grads, weights)
         self.owned.drop()
         of_parameters = _unscaled(of_parameters, scale)
-        self.gradients.add(of_parameters)
+        self.gradients.add(of_parameters, run.g)
         if self.halved:
             self.debts.setdefault(run.g, []).extend(tape.debt)
         if run.instruction.runs_first:
             del self.tapes[run.g]
+            self._read.pop(run.g, None)
             if self.halved:
                 self._owed_bytes = self._owed_bytes or debt_bytes(self.debts[run.g])
             if run.header is not None:
@@ -190,7 +206,7 @@ class Stage:
             scale: its loss scale, by which they are divided.
         """
         of_parameters = _unscaled(self.function.backward_weights(self.debts.pop(g)), scale)
-        self.gradients.add(of_parameters)
+        self.gradients.add(of_parameters, g)
         return of_parameters
 
     def seed(
@@ -274,6 +290,7 @@ class Stage:
             self._older.addresses()
             | self.in_flight.held_addresses()
             | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
+            | {weight.data_ptr() for read in self._read.values() for weight in read.values()}
         )
 
     def leave_state(self) -> None:
@@ -294,18 +311,26 @@ class Stage:
         return self.parameters
 
     def weights(self, run: Run) -> Mapping[str, torch.Tensor]:
-        """Return the weights that a forward or backward reads: the newest, older ones, or predicted ones."""
+        """Return the weights that a forward or backward reads: the newest, older ones, or predicted ones.
+
+        Of those that are gathered before use, its parts.
+        """
+        for_forward = run.instruction.reads_forward
+        if not for_forward and run.g in self._read:
+            return self._read[run.g]
         if self.in_flight.left and (again := self.in_flight.replayed_weights(run)) is not None:
             return again
         if run.reads != run.version:
             return self._older.kept[run.reads]
         if run.distance <= 0:
             return self.live()
-        return self._predictions.weights(run.instruction.opcode, run.version, run.distance)
+        return self._predictions.weights("forward" if for_forward else "backward", run.version, run.distance)
 
-    def _buckets(self, exchanges: Sequence[ExchangePlan], captured: Captured) -> dict[str, GradientBucket]:
+    def _buckets(
+        self, exchanges: Sequence[ExchangePlan], captured: Captured, whole: Mapping[str, torch.nn.Parameter]
+    ) -> dict[str, GradientBucket]:
         """How gradients are exchanged with other holders, by axis."""
-        trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        trained = {n: p for n, p in whole.items() if p.requires_grad}
         return {
             exchange.axis: GradientBucket.of(
                 [
