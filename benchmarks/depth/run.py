@@ -220,7 +220,8 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
         format=FORMAT, model="none", rule=line.rule, layout="pipeline", predictor=predictor, recompute=(),
         backward=line.backward, compile=False, precision="fp32", loss_scale=NO_SCALE,
         clip=NO_CLIP, ema=0.0, deterministic=False, replicas=1, micro_batches=parts,
-        mesh={}, parameters={}, outputs={}, states={}, sharded=(),
+        mesh={}, parameters={}, outputs={}, states={}, shards=0,
+        sharded=(),
         transport="memory", deadline_s=1.0, latency_s=0.0,
         bytes_per_s=1e12, read_s=0.0, input_bytes=0, workers=workers, stages=stages, edges=edges, exchanges=(),
     )  # fmt: skip

@@ -68,6 +68,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         outputs={},
         states={},
         sharded=("states",),
+        shards=0,
         transport="memory",
         deadline_s=1.0,
         latency_s=0.0,

@@ -290,6 +290,18 @@ def divides_gradients() -> bool:
     return sent[1] > sent[0] and refused({}, lambda _: session(Plan.parse(wrong)))
 
 
+def divides_in_groups() -> bool:
+    """Groups of replicas add up their parts of gradients; a plan that says so and does not is refused."""
+    job, captured, _ = given()
+    chosen: dict[str, Any] = {"captured": captured, "workers": 1, "rule": "1f1b", "micro_batches": 1}
+    plan = roundelay.plan(job, hybrid="2x2", **chosen)
+    own, all_in_one = (run(one) for one in (plan, roundelay.plan(job, data_parallel=4, zero=3, **chosen)))
+    for g, (loss, _) in all_in_one.micro_losses.items():
+        assert own.micro_losses[g][0] == pytest.approx(loss, rel=1e-4)
+    texts = [dataclasses.replace(plan, shards=other).text() for other in (0, 3)]
+    return all(refused({}, lambda _, text=text: session(Plan.parse(text))) for text in texts)
+
+
 def leaves_out() -> bool:
     """A gradient that is not to be exchanged, and is there, ends the run before its first update."""
     plan = replicas()
@@ -338,7 +350,7 @@ def computes_on_two_threads() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 10}),
+    "format": lambda _: refused({"format": 11}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -357,6 +369,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "outputs": lambda _: splits_outputs(),
     "states": lambda _: divides_states(),
     "sharded": lambda _: divides_gradients(),
+    "shards": lambda _: divides_in_groups(),
     "micro_batches": lambda _: trains_otherwise({"micro_batches": 3}) and slower({"micro_batches": 3}),
     "transport": leaves_the_process,
     "deadline_s": keeps_deadline,

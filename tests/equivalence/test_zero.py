@@ -50,10 +50,11 @@ from tests.zoo import ZOO
 LEVELS = (1, 2, 3)
 
 
-def split(place: Bench, rule: str, stages: int, replicas: int, **fields: Any) -> Plan:
-    """A plan with ``--zero 1``, as planned and read from a file."""
-    options = {"micro_batches": 2, "zero": 1, "cuts": "roofline", "deadline_s": DEADLINE_S} | fields
-    made = planned(place.job(), captured=place.captured, workers=stages, data_parallel=replicas, rule=rule, **options)
+def split(place: Bench, rule: str, stages: int, replicas: int | str, **fields: Any) -> Plan:
+    """A plan with ``--zero 1``, or with ``--hybrid`` if replicas are given as RxS, as planned and read from a file."""
+    holders = {"hybrid": replicas} if isinstance(replicas, str) else {"data_parallel": replicas, "zero": 1}
+    options = {"micro_batches": 2, "cuts": "roofline", "deadline_s": DEADLINE_S} | holders | fields
+    made = planned(place.job(), captured=place.captured, workers=stages, rule=rule, **options)
     return Plan.parse(made.text())
 
 
@@ -97,6 +98,27 @@ def test_every_rule_computes_what_its_reference_does(
     assert bool(gathers) == (zero == 3 or plan.predictor != "none")
     assert not gathers or len(gathers) > stages
     held(place, plan, steps=5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "stages", "hybrid", "fields"),
+    [
+        ("1f1b", "gpt2", 1, "2x2", {}),
+        ("1f1b", "mlp", 2, "2x3", {"clip": "global:0.1", "backward": "mixed"}),
+        ("zb-h1", "gpt2", 2, "2x2", {"ema": 0.9}),
+        ("pipedream", "gpt2", 2, "2x2", {"precision": "bf16"}),
+        ("pipeoptim", "skip", 2, "3x2", {"clip": "previous:0.1"}),
+        ("1f1b", "gpt2", 1, "2x2", {"tensor_parallel": 2}),
+        ("gpipe", "gpt2", 1, "2x2", {"precision": "fp16", "loss_scale": "dynamic:65536:2"}),
+        ("1f1b", "gpt2", 1, "2x2", {"transport": "shm"}),
+        ("1f1b", "gpt2", 1, "2x2", {"transport": "gloo"}),
+    ],
+)
+def test_groups_of_replicas_that_split_weights_compute_what_the_reference_does(
+    rule: str, model: str, stages: int, hybrid: str, fields: dict[str, Any]
+) -> None:
+    place = bench(model)
+    held(place, split(place, rule, stages, hybrid, **fields), steps=4)
 
 
 @pytest.mark.parametrize("predictor", ["paper", "released-code"])
@@ -341,10 +363,11 @@ def test_tampering_is_found(way: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
-@pytest.mark.parametrize("zero", LEVELS)
-def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, zero: int) -> None:
+@pytest.mark.parametrize(("replicas", "zero"), [(3, 1), (3, 2), (3, 3), ("2x2", 3)])
+def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, replicas: int | str, zero: int) -> None:
     place = Bench(ZOO["gpt2"], None, ZOO["gpt2"].batches(0, 3))
-    plan = split(place, "1f1b", 1, 3, transport=transport, zero=zero)
+    fields = {"micro_batches": 1} if replicas == "2x2" else {"zero": zero}  # a row for each
+    plan = split(place, "1f1b", 1, replicas, transport=transport, **fields)
     done = trained(place, plan, partial(SGD, lr=0.1), 3)
     channels = {channel.id: channel for channel in channels_of(read(plan))}
     kinds = set()
@@ -376,20 +399,24 @@ def test_parts_of_any_sizes_are_scattered_and_gathered() -> None:
 # --- checkpoints
 
 
-def trip_of(rule: str, replicas: int, zero: int, model: str = "gpt2") -> Trip:
+def trip_of(rule: str, replicas: int | str, zero: int, model: str = "gpt2") -> Trip:
     place = bench(model)
-    plan = split(place, rule, 2, replicas, zero=zero)
+    plan = split(place, rule, 2, replicas, **({} if isinstance(replicas, str) else {"zero": zero}))
     return Trip(place.job, place.captured, plan, Length(steps=6), place.restore)
 
 
 @pytest.mark.parametrize(
-    ("rule", "zero"),
-    [("1f1b", 1), ("pipedream", 1), ("1f1b", 2), ("pipedream", 2), ("1f1b", 3), ("pipedream", 3), ("pipeoptim", 3)],
+    ("rule", "replicas", "zero"),
+    [
+        *(("1f1b", 2, level) for level in LEVELS),
+        *(("pipedream", 2, level) for level in LEVELS),
+        *(("pipeoptim", 2, 3), ("pipedream", "2x2", 3)),
+    ],
 )
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, zero: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, replicas: int | str, zero: int
 ) -> None:
-    trip = trip_of(rule, 2, zero)
+    trip = trip_of(rule, replicas, zero)
     with every_checkpoint(monkeypatch, tmp_path):
         whole = trip.whole(Saving(path=tmp_path, every=1))
     for updates in range(1, 6):
@@ -401,10 +428,13 @@ def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1)), ((2, 2), (3, 2)), ((3, 3), (2, 3)), ((2, 3), (2, 2))],
+    [
+        *[((2, 1), (2, 0)), ((2, 0), (2, 1)), ((2, 1), (3, 1)), ((2, 2), (3, 2)), ((3, 3), (2, 3)), ((2, 3), (2, 2))],
+        *[(("2x2", 3), (3, 3)), ((2, 3), ("2x2", 3))],
+    ],
 )
 def test_other_replicas_read_the_same_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[Any, int], after: tuple[Any, int]
 ) -> None:
     with every_checkpoint(monkeypatch, tmp_path):
         whole = trip_of("1f1b", *before).whole(Saving(path=tmp_path, every=1))
@@ -457,6 +487,9 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
         ("pipeoptim", 2, {"backward": "recompute", "stages": 2}, "backward of the plan, with split states"),
         ("1f1b", 1, {}, "--zero 1: got one replica"),
         ("1f1b", 2, {"zero": 4}, "--zero: got 4; expected 0 to 3"),
+        ("1f1b", "2x1", {}, "--hybrid: got 2x1; expected RxS"),
+        ("1f1b", "2x2", {"data_parallel": 2}, "--hybrid 2x2 with --data-parallel: got both"),
+        ("1f1b", "2x2", {"zero": 3}, "--hybrid 2x2 with --zero: got both"),
         ("pipedream", 2, {"zero": 3, "precision": "fp16"}, "precision of the plan, with split states"),
         ("1f1b", 2, {"zero": 3, "backward": "recompute"}, "backward of the plan, with split states"),
         ("1f1b", 2, {"zero": 3, "compile": True}, "compile of the plan, with split states"),

@@ -77,6 +77,7 @@ PLANS = st.builds(
     loss_scale=SCALES,
     ema=FLOATS,
     replicas=INTS,
+    shards=INTS,
     mesh=st.dictionaries(TEXTS, INTS, max_size=2),
     parameters=st.dictionaries(TEXTS, LAYS, max_size=2),
     states=st.dictionaries(TEXTS, LAYS, max_size=2),
@@ -241,7 +242,8 @@ def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) ->
 
 
 def test_a_plan_of_an_earlier_format_means_what_it_meant() -> None:
-    lines, added = SMALL.text().splitlines(), {8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
+    lines = SMALL.text().splitlines()
+    added = {9: "shards = ", 8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
     for version, field in added.items():
         lines = [line for line in lines if not line.startswith(field)]
         old = "\n".join(lines).replace(f"format = {FORMAT}", f"format = {version}")
@@ -271,7 +273,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "10", "'9'", "9.5", "9.0", "7.0", "true"])
+@pytest.mark.parametrize("version", ["0", "11", "'9'", "9.5", "9.0", "7.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

@@ -86,6 +86,7 @@ def plan_of(
         "outputs": {},
         "states": {},
         "sharded": ("states",),
+        "shards": 0,
         "transport": "memory",
         "deadline_s": 60.0,
         "latency_s": 0.0,

@@ -10,7 +10,7 @@ from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.launching.launch import needs_launcher
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.plan_options import Choices
 from roundelay.runtime.device import num_cuda_devices
 from roundelay.schedules import LAYOUTS, PIPELINE
@@ -62,7 +62,7 @@ def spread(choices: Choices, size: int, known: Plan | None) -> Choices:
         return replace(choices, micro_batches=size)
     replicas, mesh_size = (1, 1) if known is None else (known.replicas, known.mesh_size)
     holders = {
-        "--data-parallel": replicas if choices.data_parallel is None else choices.data_parallel,
+        "--data-parallel": replicas_of(choices) if {"data_parallel", "hybrid"} & choices.names() else replicas,
         "--tensor-parallel": mesh_size if choices.tensor_parallel is None else choices.tensor_parallel,
     }
     if choices.signatures is not None:

@@ -23,7 +23,7 @@ from typing import Any
 from roundelay import env
 from roundelay.cli.plan_from_options import plan_files
 from roundelay.errors import UsageError, counted
-from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.planning import read_plan
 from roundelay.runtime.device import num_cuda_devices
@@ -74,7 +74,7 @@ def own_processes(choices: Choices, plan_file: Path | None, resume: Path | None 
 
 def _sizes(choices: Choices) -> set[str]:
     """Choices that say how many workers there are."""
-    return choices.given().keys() & {"workers", "data_parallel", "tensor_parallel", "signatures", "layout"}
+    return choices.given().keys() & {"workers", "data_parallel", "hybrid", "tensor_parallel", "signatures", "layout"}
 
 
 def _wanted(choices: Choices) -> int:
@@ -85,7 +85,7 @@ def _wanted(choices: Choices) -> int:
     split = choices.tensor_parallel or 1
     if choices.signatures is not None:
         split = parts_of(replace(choices, tensor_parallel=None))
-    holders = (choices.data_parallel or 1) * split
+    holders = replicas_of(choices) * split
     return holders * (choices.workers or max(1, here // holders))
 
 

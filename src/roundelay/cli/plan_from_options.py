@@ -244,10 +244,10 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
         match name:
             case "cuts":
                 continue
-            case "workers" | "data_parallel" | "tensor_parallel" | "zero" | "stages" | "micro_batches":
+            case "workers" | "data_parallel" | "tensor_parallel" | "zero" | "hybrid" | "stages" | "micro_batches":
                 alike = {"workers": plan.num_workers, "data_parallel": plan.replicas, "stages": plan.num_stages}
-                alike |= {"micro_batches": plan.micro_batches, "tensor_parallel": 1, "zero": 0}
-                planned_value = (alike | sizes_of(plan))[name]
+                alike |= {"micro_batches": plan.micro_batches, "tensor_parallel": 1, "zero": plan.zero}
+                planned_value = (alike | sizes_of(plan)).get(name, "none")
             case "devices":
                 wanted = resolve_devices(value, plan.num_workers, plan.transport)
                 planned_value = tuple(worker.device for worker in plan.workers)

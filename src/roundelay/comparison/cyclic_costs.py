@@ -111,6 +111,7 @@ _NOTHING: dict[str, Any] = {
     "clip": "none",
     "ema": 0.0,
     "deterministic": False,
+    "shards": 0,
     "mesh": {},
     "parameters": {},
     "outputs": {},

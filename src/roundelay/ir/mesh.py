@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPLICAS = "replicas"
-"""The axis of the replicas, in which each has all of every tensor."""
+"""The axis of the replicas, of which each has micro-batches of its own."""
+
+COPIES, SHARDS = "copies", "shards"
+"""Its two axes under hybrid sharding: groups of replicas, and the replicas of a group, of which each stores a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Axis:
     """One axis.
 
     Args:
-        name: ``replicas``, or as the plan calls it.
+        name: ``replicas``, ``copies``, ``shards``, or as the plan calls it.
         size: holders along it.
         dealt: whether these have micro-batches of their own.
     """
@@ -40,14 +43,25 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     @staticmethod
-    def of(replicas: int, axes: Mapping[str, int]) -> Mesh:
-        """The replicas, and within each of them the axes of a plan's mesh."""
-        return Mesh((Axis(REPLICAS, replicas, dealt=True), *(Axis(name, size) for name, size in axes.items())))
+    def of(replicas: int, axes: Mapping[str, int], shards: int = 0) -> Mesh:
+        """The replicas, in groups of ``shards`` unless that is 0, and within each of them the axes of a plan's mesh."""
+        dealt = {COPIES: replicas // shards, SHARDS: shards} if shards else {REPLICAS: replicas}
+        return Mesh(
+            (
+                *(Axis(name, size, dealt=True) for name, size in dealt.items()),
+                *(Axis(name, size) for name, size in axes.items()),
+            )
+        )
 
     @property
     def replicas(self) -> int:
         """R: groups of holders that have micro-batches of their own."""
         return math.prod(axis.size for axis in self.axes if axis.dealt)
+
+    @property
+    def shards(self) -> int:
+        """S: neighbouring replicas among which a parameter is split that is not whole in each."""
+        return self.sizes.get(SHARDS, self.replicas)
 
     @property
     def places(self) -> int:
@@ -62,7 +76,7 @@ class Mesh:
     @property
     def sizes(self) -> dict[str, int]:
         """Holders along each axis, by its name."""
-        return {axis.name: axis.size for axis in self.axes}
+        return {REPLICAS: self.replicas} | {axis.name: axis.size for axis in self.axes}
 
     def coordinates(self, holder: int) -> dict[str, int]:
         """Where a holder stands along each axis."""
@@ -81,7 +95,9 @@ class Mesh:
 
     def groups(self, name: str) -> list[list[int]]:
         """The holders that exchange along an axis: those that differ in nothing else, in the order of their numbers."""
-        at = next(i for i, axis in enumerate(self.axes) if axis.name == name)
-        size, stride = self.axes[at].size, math.prod(axis.size for axis in self.axes[at + 1 :])
-        firsts = [number for number in range(self.size) if number // stride % size == 0]
-        return [[first + i * stride for i in range(size)] for first in firsts]
+        along = [axis.name for axis in self.axes if axis.name == name or (axis.dealt and name == REPLICAS)]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for holder in range(self.size):
+            rest = tuple([at for axis, at in self.coordinates(holder).items() if axis not in along])
+            found.setdefault(rest, []).append(holder)
+        return list(found.values())

@@ -20,17 +20,18 @@ from roundelay.errors import PlanError, counted, listed
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import ExchangePlan, Phase
 from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.mesh import Mesh
+from roundelay.ir.mesh import REPLICAS, SHARDS, Mesh
 from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
 from roundelay.ir.typed_text import Count, Number, Parsers, convert
 
-FORMAT = 9
+FORMAT = 10
 
 _SINCE: dict[int, dict[str, Any]] = {
     7: {"deterministic": False},
     8: {"workers": {"threads": 1}},
     9: {"sharded": ["states"]},
+    10: {"shards": 0},
 }
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
@@ -142,10 +143,12 @@ class Plan:
         parameters: signatures of parameters, by name or pattern: pairs of axis and signature
             (:mod:`roundelay.ir.sbp`). What matches nothing is deduced.
         outputs: signatures of what modules and operations return, likewise; a pattern gives them to what can have them.
-        states: signatures of parameters' optimizer states, likewise, over the replicas: each updates its part and gets
-            the others' (ZeRO-1; OneFlow, Sect. 6.4). What matches nothing is updated by all.
+        states: signatures of parameters' optimizer states, likewise, over ``replicas`` or ``shards``: each updates its
+            part and gets the others' (ZeRO-1; OneFlow, Sect. 6.4). What matches nothing is updated by all.
         sharded: what of these parameters is split so: ``states``, ``gradients`` while they are summed (ZeRO-2), and
             ``weights`` between their uses (ZeRO-3).
+        shards: S, neighbouring replicas among which it is split, where there are several such groups (hybrid
+            sharding); 0: all.
         transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
             ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
@@ -179,6 +182,7 @@ class Plan:
     outputs: Mapping[str, Lay] = field(hash=False)
     states: Mapping[str, Lay] = field(hash=False)
     sharded: tuple[str, ...]
+    shards: Count
     transport: str
     deadline_s: Number
     latency_s: Number
@@ -234,7 +238,12 @@ class Plan:
     @property
     def grid(self) -> Mesh:
         """The replicas and the mesh as one: which of a stage's holders is which."""
-        return Mesh.of(self.replicas, self.mesh)
+        return Mesh.of(self.replicas, self.mesh, self.shards)
+
+    @property
+    def state_axis(self) -> str:
+        """The axis over which what is in ``states`` is split."""
+        return SHARDS if self.shards else REPLICAS
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The numbers of the workers that hold a stage, in the order of the replicas and then of the mesh.
@@ -298,7 +307,8 @@ class Plan:
             return counted(self.num_workers, "worker")
         each = self.num_workers // self.grid.size
         parts = [f"{count} {name}" for count, name in ((self.replicas, "replicas"), (each, "stages")) if count > 1]
-        return " x ".join([*parts, *axes, *([f"ZeRO {self.zero}"] if self.zero else [])])
+        split = f"ZeRO {self.zero}" + (f" in groups of {self.shards}" if self.shards else "")
+        return " x ".join([*parts, *axes, *([split] if self.zero else [])])
 
     @property
     def threads(self) -> int:

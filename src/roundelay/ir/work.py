@@ -22,6 +22,7 @@ class Settings:
         deadline_s: seconds after which a silent wait is an error.
         devices: where each worker computes.
         replicas: R.
+        shards: S, neighbouring replicas among which a parameter is split that is not whole in each.
         micro_batches: M, of each replica.
         predictor: how weights are predicted.
         clip: how gradients are clipped.
@@ -35,6 +36,7 @@ class Settings:
     deadline_s: float
     devices: tuple[str, ...]
     replicas: int
+    shards: int
     micro_batches: int
     predictor: str
     clip: Clip

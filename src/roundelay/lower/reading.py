@@ -120,7 +120,7 @@ def read(plan: Plan) -> Reading:
         rule=rule,
         schedule=_schedule(plan, rule, 0),
         form=form_for(rule, plan.layout),
-        mesh=Mesh.of(plan.replicas, plan.mesh),
+        mesh=plan.grid,
         transport=transport_named(plan.transport),
         backward_reads=rule.backward_reads(plan.backward),
     )

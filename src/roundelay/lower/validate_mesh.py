@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from roundelay.errors import PlanError
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, all_gather, all_reduce, reduce_scatter
-from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.mesh import COPIES, REPLICAS, SHARDS
 from roundelay.ir.program import EXCHANGES
 from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR
@@ -90,9 +90,7 @@ def _check_exchange_kinds(reading: Reading) -> None:
         )
     for i, exchange in enumerate(plan.exchanges):
         phases, by_text = exchange.phases, ", ".join(map(str, exchange.phases))
-        known = (
-            exchange.kind in EXCHANGES and exchange.axis in (REPLICAS, *plan.mesh) and exchange.stage < plan.num_stages
-        )
+        known = exchange.kind in EXCHANGES and exchange.axis in plan.grid.sizes and exchange.stage < plan.num_stages
         summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
         summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
         summed = summed and (exchange.kind not in USED or phases == all_gather())
@@ -111,11 +109,12 @@ def _check_exchange_kinds(reading: Reading) -> None:
 def check_mesh(reading: Reading) -> None:
     """Check what a mesh can be combined with."""
     plan = reading.plan
-    if REPLICAS in plan.mesh or any(size < 1 for size in plan.mesh.values()):
+    if {REPLICAS, COPIES, SHARDS} & {*plan.mesh} or any(size < 1 for size in plan.mesh.values()):
         raise PlanError(
             "mesh of the plan",
             got=", ".join(f"{axis} = {size}" for axis, size in plan.mesh.items()),
-            expected=f"a number of workers from 1 for each axis, none of which is called {REPLICAS}",
+            expected="a number of workers from 1 for each axis, none of which is called "
+            f"{REPLICAS}, {COPIES} or {SHARDS}",
             remedy="Correct the plan.",
         )
     _check_states(reading)
@@ -152,6 +151,11 @@ def _check_states(reading: Reading) -> None:
     plan = reading.plan
     refused = {
         "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
+        "shards": (
+            bool(plan.shards) and (plan.shards < 2 or plan.replicas % plan.shards > 0 or plan.shards == plan.replicas),
+            f"{plan.shards} of {plan.replicas} replicas",
+            "0, or a divisor of the replicas other than 1 and themselves",
+        ),
         "predictor": (plan.predictor == "partial", plan.predictor, "another: a replica knows its part of a sum only"),
         "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
         "precision": (

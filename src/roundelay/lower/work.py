@@ -40,6 +40,7 @@ def _settings(reading: Reading) -> Settings:
         deadline_s=plan.deadline_s,
         devices=plan.devices,
         replicas=plan.replicas,
+        shards=reading.mesh.shards,
         micro_batches=plan.micro_batches,
         predictor=plan.predictor,
         clip=plan.clip,

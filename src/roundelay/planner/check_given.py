@@ -11,7 +11,6 @@ from dataclasses import replace
 from roundelay.errors import PlanError, UsageError, did_you_mean
 from roundelay.ir.clip import Clip
 from roundelay.ir.device_names import CPU, check_number, listed_devices
-from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import rule_named
@@ -34,6 +33,7 @@ _ALONE = (
     "workers",
     "layout",
     "data_parallel",
+    "hybrid",
     "tensor_parallel",
     "micro_batches",
     "threads",
@@ -172,7 +172,7 @@ def _with_holders(draft: Plan, laid: Choices) -> Plan:
         draft = replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
     elif parts > 1:
         draft = replace(draft, mesh={TENSOR: parts})
-    return replace(draft, states={"": ((REPLICAS, Split(0)),)}) if zero_of(laid) else draft
+    return replace(draft, states={"": ((draft.state_axis, Split(0)),)}) if zero_of(laid) else draft
 
 
 def _num_workers(draft: Plan, schedule: Schedule) -> int:

@@ -13,7 +13,7 @@ from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR, UpdateRule, rule_named
 from roundelay.ir.transports import transport_named
 from roundelay.lower.validate_plan import HALF, PRECISIONS
-from roundelay.planner.holder_choices import parts_of, replicas_of
+from roundelay.planner.holder_choices import parts_of, replicas_of, shards_of
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
 
@@ -97,6 +97,7 @@ def draft_plan(model: str, rule: str, workers: int, choices: Choices) -> Plan:
         outputs={},
         states={},
         sharded=SHARDED[:1],
+        shards=shards_of(own)[1],
         transport=transport.name,
         deadline_s=_or(own.deadline_s, DEADLINE_S),
         latency_s=transport.latency_s,

@@ -35,6 +35,7 @@ def in_layout(choices: Choices) -> Choices:
         return choices
     form = LAYOUTS[layout]
     _refuse(choices, layout, "workers", "none: the layout says how many there are")
+    _refuse(choices, layout, "hybrid", "none: no weight is split among its workers")
     if not form.replicates:
         _refuse(choices, layout, "data_parallel", "none: give --micro-batches")
     given = choices.given()

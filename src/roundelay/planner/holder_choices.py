@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
-from roundelay.errors import PlanError
+from roundelay.errors import PlanError, listed
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.residence import SHARDED
-from roundelay.planner.plan_options import Choices
+from roundelay.planner.plan_options import Choices, flag
 from roundelay.schedules import PIPELINE
+
+
+def shards_of(choices: Choices) -> tuple[int, int]:
+    """The groups of ``--hybrid`` and the replicas of each, or zeros.
+
+    Raises:
+        PlanError: it is no such pair, or is given with what it replaces.
+    """
+    if choices.hybrid is None:
+        return 0, 0
+    if others := [flag(name) for name in ("data_parallel", "zero") if name in choices.names()]:
+        raise PlanError(
+            f"--hybrid {choices.hybrid} with {listed(others)}",
+            got="both",
+            expected="one of them: RxS are R x S replicas that store parts of the weights",
+            remedy=f"Leave {listed(others)} out.",
+        )
+    found = re.fullmatch(r"(\d+)x(\d+)", choices.hybrid)
+    groups, shards = map(int, found.groups()) if found else (0, 0)
+    if groups < 2 or shards < 2:
+        raise PlanError(
+            "--hybrid",
+            got=choices.hybrid,
+            expected="RxS, such as 2x4: 2 or more groups of 2 or more replicas",
+            remedy="For one group give --data-parallel and --zero 3; for groups of one, --data-parallel alone.",
+        )
+    return groups, shards
 
 
 def replicas_of(choices: Choices) -> int:
@@ -17,6 +46,8 @@ def replicas_of(choices: Choices) -> int:
     Raises:
         PlanError: it is no positive number.
     """
+    if (size := math.prod(shards_of(choices))) > 0:
+        return size
     replicas = 1 if choices.data_parallel is None else choices.data_parallel
     if replicas < 1:
         raise PlanError("replicas", got=str(replicas), expected="at least 1", remedy="Give --data-parallel 1 or more.")
@@ -64,14 +95,14 @@ def zero_of(choices: Choices) -> int:
     Raises:
         PlanError: it is not built, or there is one replica.
     """
-    level = choices.zero or 0
+    level = (choices.zero or 0) if choices.hybrid is None else len(SHARDED)
     if not 0 <= level <= len(SHARDED):
         known = f"0 to {len(SHARDED)}"
         raise PlanError("--zero", got=str(level), expected=known, remedy=f"Give --zero {len(SHARDED)}.")
     layout = PIPELINE if choices.layout is None else choices.layout
     if level and layout != PIPELINE:
         raise PlanError(
-            f"--zero {level}",
+            f"--zero {level}" if choices.hybrid is None else f"--hybrid {choices.hybrid}",
             got=f"--layout {layout}, in which optimizer states are whole",
             expected="a pipeline with --data-parallel 2 or more",
             remedy="Leave --zero out, or --layout.",

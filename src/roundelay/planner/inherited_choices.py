@@ -25,8 +25,12 @@ def inherited(plan: Plan, choices: Choices) -> Choices:
     sizes = sizes_of(plan) if given.get("layout", plan.layout) == plan.layout else {}
     alike = _micro_batches_alike(plan, given)
     sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
-    divided = sizes.pop("zero", 0) if given.get("data_parallel", plan.replicas) > 1 else 0
-    kept: dict[str, Any] = sizes | alike | {"zero": divided} | {name: getattr(plan, name) for name in _ALWAYS}
+    for name in _replaced(given):
+        sizes.pop(name, 0)
+    divided = {"zero": 0} if given.get("data_parallel", 0) == 1 else {}
+    if "zero" in sizes:
+        divided = {"zero": sizes.pop("zero")} | divided
+    kept: dict[str, Any] = sizes | alike | divided | {name: getattr(plan, name) for name in _ALWAYS}
     kept["clip"] = str(plan.clip)
     if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
@@ -55,12 +59,16 @@ def sizes_of(plan: Plan) -> dict[str, Any]:
     """The choices that make the holders of stages, and what each has, by name."""
     if plan.layout != PIPELINE:
         return {"layout": plan.layout, "stages": plan.num_stages, "micro_batches": plan.batch_parts}
-    return {
-        "workers": plan.num_workers // plan.grid.size,
-        "data_parallel": plan.replicas,
-        "tensor_parallel": plan.mesh_size,
-        "zero": plan.zero,
-    }
+    whole = {"data_parallel": plan.replicas, "zero": plan.zero}
+    held = {"hybrid": f"{plan.replicas // plan.shards}x{plan.shards}"} if plan.shards else whole
+    return {"workers": plan.num_workers // plan.grid.size, "tensor_parallel": plan.mesh_size, **held}
+
+
+def _replaced(given: dict[str, Any]) -> set[str]:
+    """Choices that are not taken over beside those that are given in their place."""
+    if "hybrid" in given:
+        return {"data_parallel", "zero"}
+    return {"hybrid"} if given.keys() & {"data_parallel", "zero"} else set()
 
 
 def common_threads(plan: Plan) -> int | None:

@@ -98,5 +98,5 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
 def _elsewhere(plan: Plan, stage: int, kind: str) -> tuple[int, int]:
     """Bytes that others than a holder of a stage have of what it exchanges by segments, and of these one segment's."""
     sizes = [exchange.num_bytes for exchange in plan.exchanges if (exchange.stage, exchange.kind) == (stage, kind)]
-    lacking = [size - size // plan.replicas for size in sizes]
+    lacking = [size - size // plan.grid.shards for size in sizes]
     return sum(lacking), max(lacking, default=0)

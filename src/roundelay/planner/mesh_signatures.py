@@ -11,7 +11,6 @@ from types import MappingProxyType
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
 from roundelay.ir.graph import Graph
-from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import Lay, Plan
 from roundelay.ir.residence import Residence
@@ -182,9 +181,9 @@ def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] =
     Raises:
         PlanError: as :func:`signatures_of`; or a signature is no split into as many parts as there are replicas.
     """
-    found = _matched("states", plan.states, graph, (REPLICAS,) if plan.replicas > 1 else ())
+    found = _matched("states", plan.states, graph, (plan.state_axis,) if plan.replicas > 1 else ())
     for name, signature in found.items():
-        _check_signature(graph, name, signature, plan.replicas)
+        _check_signature(graph, name, signature, plan.grid.shards)
     splits = {name: signature for name, signature in found.items() if isinstance(signature, Split)}
     gathers, alone, found_residences = plan.zero > 2 or plan.predictor != NO_PREDICTOR, read_once(graph), {}
     for name, split in splits.items():

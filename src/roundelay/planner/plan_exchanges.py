@@ -19,7 +19,7 @@ from roundelay.ir.exchange import (
     reduce_scatter,
 )
 from roundelay.ir.graph import Graph
-from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.mesh import COPIES, REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import Signature
 from roundelay.ir.stage import Partition, StageSpec
@@ -95,10 +95,10 @@ def _of_stage(laid: LaidGraph, spec: StageSpec, reading: Reading, unused: tuple[
         yield replace(_of_weights(laid, spec, REPLICAS, trained, unused), phases=())
     elif plan.replicas > 1:
         yield _of_weights(laid, spec, REPLICAS, [n for n in trained if n not in laid.states], unused)
-        yield from _of_parts(laid, spec, plan.replicas, [n for n in trained if n in laid.residences])
+        yield from _of_parts(laid, spec, plan, [n for n in trained if n in laid.residences])
 
 
-def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[str]) -> Iterator[ExchangePlan]:
+def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]) -> Iterator[ExchangePlan]:
     """Gradients of what each replica updates a part of, when they are due or made, and its weights afterwards."""
     made = {n for n in names if laid.residences[n].sums_parts}
     gathered = {n for n, residence in laid.residences.items() if residence.is_gathered}
@@ -112,19 +112,22 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, replicas: int, names: Sequence[s
     ]:
         of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
         exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
-    for kind, phases, segment, own in exchanged:
+    alike = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else []
+    for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
         buckets = state_buckets(laid.tensors(own))
+        rows = rows_of(buckets, laid.states, plan.grid.shards)
+        copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(
             stage=spec.stage,
             kind=kind,
-            axis=REPLICAS,
+            axis=COPIES if copied else plan.state_axis,
             value="",
             segment=segment,
             phases=phases,
             dtypes=tuple([bucket[0].dtype for bucket in buckets]),
-            shapes=rows_of(buckets, laid.states, replicas),
+            shapes=tuple([row[1:] for row in rows]) if copied else rows,
             unused=(),
         )
 

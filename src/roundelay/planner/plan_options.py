@@ -100,7 +100,15 @@ class Choices:
         Choice(
             "1: each replica has the optimizer's states of a part of the weights, updates it, and gets the others' "
             "parts (ZeRO); 2: it adds up the gradients of this part only; 3: it keeps this part of the weights only, "
-            "and gathers each segment's before it runs (rules that flush). [default: 0]"
+            "and gathers each segment's before it runs. [default: 0]"
+        ),
+    ] = None
+    hybrid: Annotated[
+        str | None,
+        Choice(
+            "Hybrid sharding, in place of --data-parallel and --zero: 2x4 are 2 groups of 4 replicas; each group's "
+            "keep parts of the weights as with --zero 3, and groups add up their gradients once a batch.",
+            metavar="RxS",
         ),
     ] = None
     micro_batches: Annotated[
@@ -255,6 +263,7 @@ class AnyRuleKeywords(TypedDict, total=False):
     tensor_parallel: int | None
     signatures: str | Path | GivenSignatures | None
     zero: int | None
+    hybrid: str | None
     micro_batches: int | None
     recompute: str | Sequence[str] | None
     compile: bool | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundelay.errors import PlanError, listed
-from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR
@@ -21,7 +20,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tup
     Raises:
         PlanError: the optimizer may look at the whole of every parameter.
     """
-    dims = longest_dimensions(laid, plan.replicas)
+    dims = longest_dimensions(laid, plan.grid.shards)
     if plan.predictor != NO_PREDICTOR:  # each replica predicts what it updates, and that is gathered for its reader
         dims = {name: split for name, split in dims.items() if name in read_once(laid.graph)}
     whole = source.whole_states({n: split.dim for n, split in dims.items()})
@@ -35,7 +34,7 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tup
         )
     split = {name: one for name, one in dims.items() if name not in whole}
     patterns = with_patterns(split, list(laid.graph.parameters))
-    states = {name: ((REPLICAS, signature),) for name, signature in patterns.items()}
+    states = {name: ((plan.state_axis, signature),) for name, signature in patterns.items()}
     notice = f"Optimizer states left whole: {listed(list(whole))}: {why}"
     return replace(plan, states=states, sharded=SHARDED[:level]), ((notice,) if whole else ())
 

@@ -28,7 +28,7 @@ def workers_are_open(choices: Choices) -> bool:
     Args:
         choices: with the rule; one that reads older weights means something on several stages only.
     """
-    sized = {"workers", "stages", "data_parallel", "tensor_parallel", "signatures", "zero", "memory_limit"}
+    sized = {"workers", "stages", "data_parallel", "tensor_parallel", "signatures", "zero", "hybrid", "memory_limit"}
     if choices.names() & sized or not in_pipeline(choices) or is_launched():
         return False
     assert choices.rule is not None, "the caller has chosen one"

@@ -62,7 +62,7 @@ def plan_notices(plan: Plan) -> tuple[str, ...]:
 def _exchanges(plan: Plan) -> list[str]:
     """Describe what each stage's holders exchange, summed up; ``--show graph`` has every exchange."""
     lines = []
-    sizes = {REPLICAS: plan.replicas, **plan.mesh}
+    sizes = plan.grid.sizes
     for (stage, axis, boxed), group in groupby(plan.exchanges, key=lambda e: (e.stage, e.axis, bool(e.value))):
         every, size = list(group), sizes[axis]
         most = max(sum(sum(one.bytes_sent(size, position)) for one in every) for position in range(size))

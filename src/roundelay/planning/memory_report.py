@@ -62,7 +62,7 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
 def _updated(captured: Captured, plan: Plan, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """What the first holder updates of a parameter, on the meta device."""
     local = captured.local(name, parameter.detach().to("meta"), 0)
-    return torch.nn.Parameter(captured.owned(name, local, (plan.replicas, 0)), parameter.requires_grad)
+    return torch.nn.Parameter(captured.owned(name, local, (plan.grid.shards, 0)), parameter.requires_grad)
 
 
 def _state_bytes(state: Mapping[str, Any]) -> int:

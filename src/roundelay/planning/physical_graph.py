@@ -35,7 +35,7 @@ def physical_graph(captured: Captured, plan: Plan) -> list[str]:
 
 
 def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
-    axes = {**({REPLICAS: plan.replicas} if plan.replicas > 1 else {}), **plan.mesh}
+    axes = {axis: size for axis, size in plan.grid.sizes.items() if axis != REPLICAS or plan.replicas > 1}
     sizes = f" ({', '.join(f'{axis} = {size}' for axis, size in axes.items())})" if axes else ""
     workers = ", ".join(str(worker) for worker in plan.holders(spec.stage))
     yield f"stage {spec.stage} on {'workers' if axes else 'worker'} {workers}{sizes}"

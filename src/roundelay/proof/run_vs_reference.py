@@ -407,6 +407,7 @@ def _setting(
         ema=plan.ema,
         labels_per_row=graph.labels_per_row,
         staggered=plan.batch_parts if reading.slotted else 0,
+        shards=plan.shards,
         ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
     )
 

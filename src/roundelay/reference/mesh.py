@@ -138,7 +138,7 @@ class Division:
         split: along the mesh; None if each of its workers has all.
         workers: of the mesh.
         state: of what a worker has, over the replicas; None if each of them updates all.
-        replicas: their number.
+        replicas: how many there are of these, or in a group of them.
     """
 
     split: Split | None
@@ -159,10 +159,10 @@ class Division:
         return parts[0] if self.split is None else joined(parts, self.split)
 
 
-def divisions(stages: Sequence[ReferenceStage], replicas: int) -> dict[str, Division]:
+def divisions(stages: Sequence[ReferenceStage], shards: int) -> dict[str, Division]:
     """Those of the parameters of which holders update parts, by name."""
     return {
-        name: Division(stage.split.get(name), len(stage.functions), stage.states.get(name), replicas)
+        name: Division(stage.split.get(name), len(stage.functions), stage.states.get(name), shards)
         for stage in stages
         for name in stage.parameters
         if name in stage.split or name in stage.states
@@ -170,21 +170,22 @@ def divisions(stages: Sequence[ReferenceStage], replicas: int) -> dict[str, Divi
 
 
 def counted(
-    stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int, replica: int, replicas: int
+    stage: ReferenceStage, whole: Mapping[str, torch.Tensor], worker: int, replica: int, shards: int
 ) -> Tensors:
     """Those that count in a norm: the first holder's, and of the others what is split."""
 
     def counts(name: str) -> bool:
-        return name in whole and (not worker or name in stage.split) and (not replica or name in stage.states)
+        first = replica < (shards if name in stage.states else 1)
+        return name in whole and (not worker or name in stage.split) and first
 
     own = local(stage, {name: whole[name] for name in stage.parameters if counts(name)}, worker)
-    return updated(stage, own, replica, replicas)
+    return updated(stage, own, replica, shards)
 
 
-def updated(stage: ReferenceStage, own: Mapping[str, torch.Tensor], replica: int, replicas: int) -> Tensors:
+def updated(stage: ReferenceStage, own: Mapping[str, torch.Tensor], replica: int, shards: int) -> Tensors:
     """What one replica updates of what a worker has of parameters, or of what has their shapes."""
     return {
-        name: part_of(tensor, stage.states[name], replicas, replica) if name in stage.states else tensor
+        name: part_of(tensor, stage.states[name], shards, replica % shards) if name in stage.states else tensor
         for name, tensor in own.items()
     }
 

@@ -61,11 +61,8 @@ def add_made(replicas: Sequence[Replica]) -> None:
     """Sum a micro-batch's gradients that are made over the replicas, and add them to the sums of the first."""
     for worker, totals in enumerate(replicas[0].gradients):
         for name in dict.fromkeys(name for replica in replicas for name in replica.made[worker]):
-            each = [replica.made[worker].pop(name) for replica in replicas if name in replica.made[worker]]
-            gradient = each[0]
-            for other in each[1:]:
-                gradient = gradient + other
-            totals[name] = totals[name] + gradient if name in totals else gradient
+            made = _summed(replica.made[worker].pop(name, None) for replica in replicas)
+            totals[name] = _summed([totals.get(name), made])  # type: ignore[assignment]  # one has it
 
 
 def in_order(replicas: Sequence[Replica], stage: ReferenceStage, batch_end: int) -> Sequence[Replica]:
@@ -84,17 +81,25 @@ def in_order(replicas: Sequence[Replica], stage: ReferenceStage, batch_end: int)
     return [replicas[g % stage.turns] for g in lasts]
 
 
-def total_gradients(replicas: Sequence[Replica], stages: Sequence[ReferenceStage], batch_end: int) -> Tensors:
-    """Return the sums over all replicas, added in their order; they are contiguous where there are several."""
+def total_gradients(
+    replicas: Sequence[Replica], stages: Sequence[ReferenceStage], batch_end: int, shards: int
+) -> Tensors:
+    """Return the sums over all replicas, added in their order; they are contiguous where there are several.
+
+    Those of which each replica gets a part are summed over groups of ``shards`` replicas first.
+    """
     every = {replica.number: whole_gradients(stages, replica.gradients) for replica in replicas}
     if len(replicas) == 1:
         return every[0]
     totals: Tensors = {}
     for stage in stages:
-        for replica in in_order(replicas, stage, batch_end):
-            for name in stage.parameters:
-                if (gradient := every[replica.number].get(name)) is not None:
-                    totals[name] = totals[name] + gradient if name in totals else gradient
+        ordered = in_order(replicas, stage, batch_end)
+        for name in stage.parameters:
+            size = shards if name in stage.states else len(ordered)
+            groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+            sums = [_summed(every[replica.number].get(name) for replica in group) for group in groups]
+            if (total := _summed(sums)) is not None:
+                totals[name] = total
     return {name: total.clone(memory_format=torch.contiguous_format) for name, total in totals.items()}
 
 
@@ -110,6 +115,15 @@ def total_divisor(replicas: Sequence[Replica], stage: int) -> float | None:
         return 1.0 - missing
     counts = [replica.counts[stage] for replica in replicas if stage in replica.counts]
     return _added(counts) if counts else None
+
+
+def _summed(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of those that there are, in their order."""
+    total: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
 
 
 def _added(numbers: Iterable[float]) -> float:

@@ -92,7 +92,7 @@ def run_reference(  # noqa: PLR0913  a run has this many inputs, and callers hav
         version = first[0][0].batch if first else 0
         recipe = Recipe(optimizer, scheduler, start, version, setting.numbers)
         threads = {name: stage.threads for stage in stages for name in stage.parameters}
-        trainer = Trainer(recipe, named, divisions(stages, len(buffers)), threads)
+        trainer = Trainer(recipe, named, divisions(stages, setting.shards or len(buffers)), threads)
         run = _Run(
             setting, stages, trainer, buffers, draw, audit or (lambda kind, stage, replica, number, tensors: None)
         )
@@ -126,6 +126,7 @@ class _Run:
         self._gradients: Tensors = {}  # of the batch that is being updated
         self._workers = range(len(stages[0].functions))  # of the mesh
         self._replicas = [Replica(r, own, len(self._workers)) for r, own in enumerate(buffers)]
+        self._shards = setting.shards or len(self._replicas)
         self._counting = len(self._replicas) if any(stage.states for stage in stages) else 1
         self._norms: dict[int, float | None] = {}  # of the whole model's gradient, by batch
         self._scales = ScaleTable(setting.loss_scale, setting.loss_scale_at, trainer.live)
@@ -144,7 +145,8 @@ class _Run:
         for replica, (header, values) in zip(self._replicas, dealt, strict=False):
             if header.rows:
                 self._micro_batch(replica, header, dict(values), scale)
-        add_made(self._replicas)
+        for first in range(0, len(self._replicas), self._shards):
+            add_made(self._replicas[first : first + self._shards])
         self._done += 1
         for replica, (header, _) in zip(self._replicas, dealt, strict=False):
             replica.note(self._done, header)
@@ -338,7 +340,7 @@ class _Run:
 
     def _update(self, last: MicroBatch, newest: int) -> None:
         batch = last.batch
-        self._gradients = total_gradients(self._replicas, self._stages, last.g)
+        self._gradients = total_gradients(self._replicas, self._stages, last.g, self._shards)
         divisors = [total_divisor(in_order(self._replicas, s, last.g), k) for k, s in enumerate(self._stages)]
         norms = self._norms_of_workers(divisors[0])  # the same of all stages, unless holders take turns
         whole = self._norms[batch] = whole_norm(norms)
@@ -369,7 +371,7 @@ class _Run:
                 if not _updates(stage, replica.number):
                     continue
                 for worker, own in enumerate(self._local(stage, self._weights(k, self._trainer.live))):
-                    its = updated(stage, own, replica.number, len(self._replicas))
+                    its = updated(stage, own, replica.number, self._shards)
                     self._audit("update", k, self._holder(replica, worker), batch, its)
 
     def _clipped(self, gradients: Tensors) -> Tensors:
@@ -394,7 +396,7 @@ class _Run:
         for stage in self._stages:
             stage.use_threads()
             for replica, worker in product(range(self._counting), self._workers):
-                own = counted(stage, self._gradients, worker, replica, len(self._replicas))
+                own = counted(stage, self._gradients, worker, replica, self._shards)
                 norms.append(norm_of(own.values()))
         return [norm / divisor for norm in norms] if divisor else norms
 

@@ -129,6 +129,7 @@ class Setting:
         staggered: N where N micro-batches of a batch start evenly staggered, so that a rule's table holds for every
             batch, short ones included (Cyclic Data Parallelism); 0 for pipelines.
         labels_per_row: labels per row of the sample, where the loss is a mean over labels; else 0.
+        shards: neighbouring replicas among which parameters are split; 0: all.
         loss_scale_at: a dynamic scale and its finite batches in a row at the start of a resumed run; else None.
     """
 
@@ -143,6 +144,7 @@ class Setting:
     loss_scale_at: tuple[float, int] | None = None
     labels_per_row: float = 0.0
     staggered: int = 0
+    shards: int = 0
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ class Gradients:
         counted: names of those that count in the norm; by default all.
         due: those of which each replica gets a part of the batch's sums.
         made: for each segment, those of which it gets a part of each micro-batch's, which it adds up.
-        replica: which one this is.
+        copied: those of which other replicas have the same part.
+        shard: which part this holder has.
     """
 
     def __init__(  # noqa: PLR0913
@@ -45,10 +46,11 @@ class Gradients:
         counted: Sequence[str] | None = None,
         due: StateBucket | None = None,
         made: Sequence[StateBucket | None] = (),
-        replica: int = 0,
+        copied: StateBucket | None = None,
+        shard: int = 0,
     ) -> None:
         self._names, self._clip, self._scaled, self._shares = names, clip, scaled, shares
-        self._buckets, self._due, self._made, self._replica = buckets or {}, due, made, replica
+        self._buckets, self._due, self._made, self._copied, self._shard = buckets or {}, due, made, copied, shard
         self._counted = names if counted is None else counted
         self._sums: Tensors = {}
         self._own: set[str] = set()  # names whose sum is a tensor of ours, which may be modified in place
@@ -117,7 +119,7 @@ class Gradients:
     def reduced(self, rows: tuple[torch.Tensor, ...]) -> None:
         """Take the sums over all replicas of this one's parts in place of its own."""
         assert self._due is not None, "only then is anything scattered"
-        own = self._due.own(rows, self._replica)
+        own = self._due.own(rows, self._shard)
         self._sums |= own
         self._own -= own.keys()
 
@@ -132,7 +134,22 @@ class Gradients:
     def add_parts(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
         """Add the sums over all replicas of a micro-batch's gradients, of this one's parts; if anybody had any."""
         if rows:
-            _add(self._parts, self._own_parts, self._of_segment(segment).own(rows, self._replica))
+            _add(self._parts, self._own_parts, self._of_segment(segment).own(rows, self._shard))
+
+    def copied(self) -> tuple[torch.Tensor, ...]:
+        """This holder's part of a batch's sums over its group, for replicas with the same part; none if it has none."""
+        assert self._copied is not None, "only then is anything exchanged"
+        own = {n: g for n, g in (self._sums | self._parts).items() if n in self._copied.shapes}
+        return tuple([row.flatten() for row in self._copied.packed(own)]) if own else ()
+
+    def take_copied(self, rows: tuple[torch.Tensor, ...]) -> None:
+        """Take the sums over all groups in place of its own group's."""
+        assert self._copied is not None, "only then is anything exchanged"
+        own = self._copied.own(tuple([row[None] for row in rows]), self._shard)
+        self._sums = {n: g for n, g in self._sums.items() if n not in own}
+        self._own -= own.keys()
+        self._parts |= own
+        self._own_parts -= own.keys()
 
     def _of_segment(self, segment: int) -> StateBucket:
         bucket = self._made[segment]
@@ -141,7 +158,7 @@ class Gradients:
 
     def keep_own(self) -> None:
         """Take what this replica itself has of its parts, without the others'; only to tamper with a run."""
-        self.reduced(tuple([rows[self._replica : self._replica + 1] for rows in self.scattered()]))
+        self.reduced(tuple([rows[self._shard : self._shard + 1] for rows in self.scattered()]))
 
     def added(
         self, before: tuple[torch.Tensor, ...], room: tuple[torch.Tensor, ...] | None = None

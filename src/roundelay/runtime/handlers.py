@@ -16,6 +16,7 @@ from roundelay.frontend import RngKey
 from roundelay.frontend.loss_metrics import check_count
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_GRADIENT, ExchangePlan, reduce_scatter
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
+from roundelay.ir.mesh import COPIES
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import Channel
 from roundelay.ir.stage import Edge
@@ -217,7 +218,7 @@ def do_box(context: Context, run: Run) -> MicroBatch | None:
         if channel in context.boxings:
             packed = _boxed(context, run, channel)
         elif of in _OF_PARTS:
-            packed = _OF_PARTS[of][0](context.stage, int(segment or 0), run)
+            packed = _in_room(_OF_PARTS[of][0](context.stage, int(segment or 0), run), _room(context, run))
         else:
             packed = context.stage.gradients.packed(axis, _room(context, run))
         context.outbox[channel] = Message(channel, _header(run).numbers(), packed)
@@ -295,6 +296,16 @@ def _room(context: Context, run: Run) -> Parts | None:
     return rooms[0](_header(run).batch) if rooms else None
 
 
+def _in_room(parts: Parts, room: Parts | None) -> Parts:
+    """What is given, in shared memory if there is some for it."""
+    if room is None or not parts:
+        return parts
+    placed = tuple([out[: len(part)] for part, out in zip(parts, room, strict=True)])
+    for part, out in zip(parts, placed, strict=True):
+        out.copy_(part)
+    return placed
+
+
 def _hand_on(context: Context, run: Run, parts: Parts) -> None:
     """Send sums, which nobody writes to, to one holder or several."""
     for channel, _ in run.gives:
@@ -331,13 +342,15 @@ def do_update(context: Context, run: Run) -> MicroBatch | None:
     return None
 
 
-GATHERED, DUE, USED_WEIGHTS, MADE = "*weights", "*due", "*segment", "*gradients"
-"""In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; a
-segment's weights before use, and its gradients of a micro-batch, with its number behind."""
+GATHERED, DUE, COPIED, USED_WEIGHTS, MADE = "*weights", "*due", "*copied", "*segment", "*gradients"
+"""In place of an exchange's axis, and unlike any: updated weights; gradients of which each replica updates a part; such
+parts, among replicas that have the same; a segment's weights before use, and its gradients of a micro-batch, with its
+number behind."""
 
 _OF_PARTS: dict[str, tuple[Callable[[Stage, int, Run], Parts], Callable[[Stage, int, Parts], None]]] = {
     GATHERED: (lambda stage, *_: stage.owned.packed(), lambda stage, _, parts: stage.owned.gather(parts)),
     DUE: (lambda stage, *_: stage.gradients.scattered(), lambda stage, _, parts: stage.gradients.reduced(parts)),
+    COPIED: (lambda stage, *_: stage.gradients.copied(), lambda stage, _, parts: stage.gradients.take_copied(parts)),
     USED_WEIGHTS: (
         lambda stage, i, run: stage.owned.packed_segment(i, stage.weights(run)),
         lambda stage, i, parts: stage.owned.use(i, parts),
@@ -356,6 +369,8 @@ def axis_of(exchange: ExchangePlan) -> str:
         return f"{MADE if exchange.kind == GRADIENT_PARTS else USED_WEIGHTS} {exchange.segment}"
     if exchange.kind == "weight":
         return GATHERED
+    if exchange.axis == COPIES:
+        return COPIED
     scattered = exchange.kind == WEIGHT_GRADIENT and exchange.phases == reduce_scatter()
     return DUE if scattered else exchange.axis
 

@@ -9,6 +9,7 @@ import torch
 
 from roundelay.checkpoint.shards import Ranges
 from roundelay.frontend import Captured
+from roundelay.ir.mesh import COPIES
 from roundelay.ir.work import StageWork
 from roundelay.runtime.state_bucket import StateBucket
 
@@ -20,7 +21,7 @@ class OwnedWeights:
     Args:
         captured: the model; :attr:`Captured.states` says of which parameters each replica updates a part (ZeRO-1).
         own: the stage on this holder.
-        replicas: R.
+        shards: S, among how many replicas parameters are split.
         parameters: by name, what this worker of the mesh has of them; shared. Of those that are gathered before use,
             the part that this holder stores takes their place.
         segments: for each segment the names of its parameters.
@@ -30,12 +31,13 @@ class OwnedWeights:
         self,
         captured: Captured,
         own: StageWork,
-        replicas: int,
+        shards: int,
         parameters: dict[str, torch.nn.Parameter],
         segments: Sequence[Sequence[str]],
     ) -> None:
         replica, part = own.replica, own.place
-        self._captured, self._kept, self._part, self._place = captured, parameters, part, (replicas, replica)
+        self._captured, self._kept, self._part = captured, parameters, part
+        self._place = shards, replica % shards
         #: names of parameters of which this holder updates a part
         self.split = {n for n in parameters if n in captured.states}
         #: what it updates, by name; where nothing is split, the parameters themselves
@@ -48,20 +50,24 @@ class OwnedWeights:
         self.stored = {n for n in self.split if captured.residences[n].is_gathered}
         updated = [(n, p) for n, p in exchanged if n not in self.stored]
         #: how replicas exchange what they have updated; None where each updates all
-        self.bucket = _bucket(updated, captured, replicas)
+        self.bucket = _bucket(updated, captured, shards)
         self._segments = [
-            _bucket([(n, parameters[n].detach()) for n in names if n in self.stored], captured, replicas)
+            _bucket([(n, parameters[n].detach()) for n in names if n in self.stored], captured, shards)
             for names in segments
         ]
         made = {n for n, residence in captured.residences.items() if residence.sums_parts}
         #: how they exchange a batch's gradients, and each segment's of a micro-batch; None where they exchange none
-        self.due = _bucket([(n, p) for n, p in exchanged if n not in made], captured, replicas)
+        self.due = _bucket([(n, p) for n, p in exchanged if n not in made], captured, shards)
         self.made = [
-            _bucket([(n, p) for n, p in exchanged if n in made and n in names], captured, replicas)
-            for names in segments
+            _bucket([(n, p) for n, p in exchanged if n in made and n in names], captured, shards) for names in segments
         ]
+        #: how replicas with the same parts add up their gradients of them; None where they exchange none
+        copies = any(exchange.axis == COPIES for exchange in own.exchanges)
+        self.copied = _bucket(exchanged, captured, shards) if copies else None
         #: those that it reports, and counts in norms: each part of a parameter has one such holder
-        self.names = [n for n in parameters if (not part or captured.is_split(n)) and (not replica or n in self.split)]
+        self.names = [
+            n for n in parameters if (not part or captured.is_split(n)) and replica < (shards if n in self.split else 1)
+        ]
         self._ranges = {n: captured.ranges(n, part, self._place) for n in parameters}
         #: whole weights of the segments that are in use, by name
         self.gathered: dict[str, torch.Tensor] = {}
@@ -112,5 +118,5 @@ class OwnedWeights:
         return self._captured.owned(name, local, self._place)
 
 
-def _bucket(named: list[tuple[str, torch.Tensor]], captured: Captured, replicas: int) -> StateBucket | None:
-    return StateBucket.of(named, captured.states, replicas) if named else None
+def _bucket(named: list[tuple[str, torch.Tensor]], captured: Captured, shards: int) -> StateBucket | None:
+    return StateBucket.of(named, captured.states, shards) if named else None

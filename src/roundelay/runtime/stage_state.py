@@ -75,7 +75,7 @@ class Stage:
         captured.flatten_recurrent(spec, whole)
         self.parameters = dict(whole)
         of_segments = [segment.parameters for segment in spec.segments]
-        self.owned = OwnedWeights(captured, own, settings.replicas, self.parameters, of_segments)
+        self.owned = OwnedWeights(captured, own, settings.shards, self.parameters, of_segments)
         flight = initial.flight_of(spec.stage, self.holder)
         self.buffers = {n: initial.buffers_of(replica)[n].to(device, copy=True) for n in spec.buffers}
         self.steps = OptimizerSteps(captured, job, settings, initial, self.owned, first=holder == 0)
@@ -97,7 +97,8 @@ class Stage:
             counted=self.owned.names,
             due=self.owned.due,
             made=self.owned.made,
-            replica=replica,
+            copied=self.owned.copied,
+            shard=replica % settings.shards,
         )
         self._labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
