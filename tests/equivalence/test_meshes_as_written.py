@@ -14,6 +14,7 @@ import roundelay
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.sbp import parse
+from roundelay.proof import fidelity_on_mesh
 
 Tables = dict[str, str]
 
@@ -204,3 +205,25 @@ def test_a_program_computes_on_a_mesh_what_it_computes_without(name: str) -> Non
     assert plan.mesh_size == 2
     found = roundelay.verify(job(name), plan=plan, steps=2)
     assert found.equal, found
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"), [("head.weight", 1.05, True), ("low_up.weight", 1.1, True), ("", 1.0, False)]
+)
+def test_low_precision_in_a_model_hides_no_wrong_gradient(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: float, told: bool
+) -> None:
+    own, plan = job("bfloat16 between norms"), planned("bfloat16 between norms")
+    computed, runs = fidelity_on_mesh._computed, []
+
+    def second_is_wrong(*given: Any) -> Any:
+        found = computed(*given)
+        runs.append(found)
+        if name and len(runs) == 2:  # that on the mesh
+            found[1][name] *= wrong
+        return found
+
+    monkeypatch.setattr(fidelity_on_mesh, "_computed", second_is_wrong)
+    (batch, *_) = own.batches(0)  # type: ignore[operator]
+    found = fidelity_on_mesh.differs_on_mesh(roundelay.capture(own), plan, batch, 0)
+    assert (name in found) if told else not found

@@ -30,9 +30,12 @@ RELATIVE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 2e-4, to
 """Largest relative difference of what is computed in full precision, by dtype; :data:`COARSE` for all else. Norms of
 double models may compute in float32."""
 
-COARSE, COARSE_MODEL = 0.05, 0.2
-"""Where the plan computes in low precision; where the model itself does, its residuals and sums over heads too: a T5
-in bfloat16 is as far from itself in float32 as 0.1."""
+COARSE = 0.05
+"""The same where the plan computes in low precision."""
+
+NOISE, MOST = 1.0, 0.2
+"""Where the model itself does, its rounding is measured: of each value this multiple of how far it moves if weights
+change by one rounding, and at most so much: a T5 in bfloat16 is as far from itself in float32 as 0.1."""
 
 OF_ALL = 1e-3
 """The share of the size of all gradients below which a gradient's own size does not count."""
@@ -54,45 +57,58 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
     values = whole.values(micro_batch)
     theirs = _computed(whole, values, seed, plan)
     ours = _computed(on_mesh(whole, plan), values, seed, plan)
-    own = captured.graph
-    kinds = {value.dtype for value in own.values.values()} | {weight.dtype for weight in own.parameters.values()}
-    coarse = COARSE_MODEL if kinds & {"bfloat16", "float16"} else COARSE
-    near = RELATIVE if plan.precision == FULL and coarse == COARSE else {}
+    epsilon = _epsilon(captured)
+    moved = _computed(whole, values, seed, plan, epsilon) if epsilon else theirs
+    near = RELATIVE if plan.precision == FULL else {}
     least = OF_ALL * sum(_norm(gradient) ** 2 for gradient in theirs[1].values()) ** 0.5
-    for what, of_mesh, of_whole in zip(("loss", "gradient of", "buffer"), ours, theirs, strict=True):
-        for name in sorted({*of_mesh, *of_whole}):
-            a, b = of_mesh.get(name), of_whole.get(name)
-            allowed = coarse if a is None else near.get(a.dtype, coarse)
-            far = _distance(a, b, least if what == "gradient of" else 0.0, allowed)
-            if far:
+    for what, *of_each in zip(("loss", "gradient of", "buffer"), ours, theirs, moved, strict=True):
+        for name in sorted({*of_each[0], *of_each[1]}):
+            a, b, c = (found.get(name) for found in of_each)
+            at_least = least if what == "gradient of" else 0.0
+            if found := _differs(a, b, c, at_least, COARSE if a is None else near.get(a.dtype, COARSE)):
                 subject = f"the {what} {name!r}" if name != LOSS else "the loss"
-                return f"{subject} on the mesh is not what it is without: {far}"
+                return f"{subject} on the mesh is not what it is without: {found}"
     return ""
 
 
-def _distance(own: torch.Tensor | None, other: torch.Tensor | None, least: float, allowed: float) -> str:
-    if own is None or other is None:
+def _epsilon(captured: Captured) -> float:
+    """The rounding of the lowest precision in which the model itself computes; 0 if in none that is low."""
+    own = captured.graph
+    kinds = {value.dtype for value in own.values.values()} | {weight.dtype for weight in own.parameters.values()}
+    return max((torch.finfo(getattr(torch, kind)).eps for kind in kinds & {"bfloat16", "float16"}), default=0.0)
+
+
+def _differs(
+    own: torch.Tensor | None, other: torch.Tensor | None, moved: torch.Tensor | None, least: float, allowed: float
+) -> str:
+    if own is None or other is None or moved is None:
         return "there is none" if own is None else "there is one"
     if own.shape != other.shape:
         return f"its shape is {tuple(own.shape)}, not {tuple(other.shape)}"
     if not (own.is_floating_point() or own.is_complex()):
         return "" if torch.equal(own, other) else "another value"
-    far = _norm(own.to(torch.complex128) - other.to(torch.complex128)) / (max(_norm(other), least) or 1.0)
-    return "" if far <= allowed else f"it differs by {far:.2g} of its size"
+    far, noise = (_distance(one, other, least) for one in (own, moved))
+    return "" if far <= max(allowed, min(MOST, NOISE * noise)) else f"it differs by {far:.2g} of its size"
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
+    return _norm(one.to(torch.complex128) - other.to(torch.complex128)) / (max(_norm(other), least) or 1.0)
 
 
 def _norm(tensor: torch.Tensor) -> float:
     return float(tensor.abs().double().norm())
 
 
-def _computed(captured: Captured, values: Tensors, seed: int, plan: Plan) -> tuple[Tensors, Tensors, Tensors]:
-    """Loss, gradients and buffers of one micro-batch, without cuts between stages."""
+def _computed(
+    captured: Captured, values: Tensors, seed: int, plan: Plan, epsilon: float = 0.0
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Loss, gradients and buffers of one micro-batch, without cuts between stages; with weights moved by so much."""
     last = captured.graph.ops[-1].name
     ends = segment_ends(captured.graph, [[last]], captured.boxes) if captured.boxes else [[last]]
     (spec,) = partition(captured.graph, ends).stages
     stage = reference_stage(captured, spec, plan.mesh_size if captured.sharding is not None else 1)
     workers = range(len(stage.functions))
-    named = {n: p.detach() for n, p in captured.parameters().items() if n in spec.parameters}
+    named = {n: _moved(p.detach(), epsilon) for n, p in captured.parameters().items() if n in spec.parameters}
     weights = [local(stage, named, worker) for worker in workers]
     own = captured.buffers()
     buffers = [{n: own[n].clone() for n in spec.buffers} for _ in workers]
@@ -101,6 +117,15 @@ def _computed(captured: Captured, values: Tensors, seed: int, plan: Plan) -> tup
     gradients: Each = [{LOSS: torch.ones_like(each[0][LOSS])} for _ in workers]
     of_parameters = whole_gradients([stage], backward(stage, weights, tapes, gradients))
     return {LOSS: each[0][LOSS]}, of_parameters, buffers[0]
+
+
+def _moved(weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """A weight with each element larger or smaller by that share of it, by turns."""
+    if not epsilon:
+        return weight
+    signs = torch.ones(weight.numel(), dtype=weight.dtype)
+    signs[::2] = -1
+    return weight + epsilon * weight * signs.reshape(weight.shape)
 
 
 def reference_stage(captured: Captured, spec: StageSpec, workers: int, device: torch.device = CPU) -> ReferenceStage:
