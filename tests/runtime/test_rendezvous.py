@@ -57,7 +57,10 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
 
 ON_CPU, ON_GPUS = ("cpu", "cpu"), ("cuda:0", "cuda:1")
 TASK, APART = (
-    cast(Task, SimpleNamespace(works=(None, None), settings=SimpleNamespace(devices=devices, deadline_s=10.0)))
+    cast(
+        Task,
+        SimpleNamespace(works=(None, None), audit=False, settings=SimpleNamespace(devices=devices, deadline_s=10.0)),
+    )
     for devices in (ON_CPU, ON_GPUS)
 )
 
@@ -73,7 +76,7 @@ def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch
         left.set()
 
     monkeypatch.setattr(members, "work", tells_and_leaves_late)
-    assert run_follower(TASK, cast(ProcessGroup, _Member()), unchanged) == (kind == "finished")
+    assert run_follower(TASK, cast(ProcessGroup, _Member()), unchanged) == (0 if kind == "finished" else 1)
     assert left.is_set(), "threads that outlive the main one abort the process while the interpreter shuts down"
 
 
@@ -88,7 +91,7 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     member = _Member()
     (message,) = messages_of(encode(Report("progress", 0, {})))
     member.reports[0].send(1, message)
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     monkeypatch.undo()
     told = member.told()
     assert data_of(told)["subject"] == "the control channel of worker 1"
@@ -105,7 +108,7 @@ def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.M
     monkeypatch.setattr(control_channel, "messages_of", fails)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
     member = _Member()
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     told = member.told()
     data = data_of(told)
     assert f"{data['subject']}: {data['got']}".startswith("worker 1, state: RuntimeError: no room at ")
@@ -145,7 +148,7 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     member = _Member()
     monkeypatch.setattr(member, "data_endpoint", fails)
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     told = member.told()
     assert data_of(told)["got"] == "nobody"
 
@@ -187,7 +190,7 @@ def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeyp
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
     member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     assert worked.wait(10.0)
     assert member.frames[1].aborted, "or it would wait for the others until its deadline"
 

@@ -167,7 +167,7 @@ def follow_job(planned: PlannedJob, run: RunOptions, process_group: ProcessGroup
     Raises:
         WorkerLostError: the leader is lost.
     """
-    return 0 if _rest(_session(planned, run), run.out, process_group).run_follower(process_group) else 1
+    return _rest(_session(planned, run), run.out, process_group).run_follower(process_group)
 
 
 def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int, float]:
