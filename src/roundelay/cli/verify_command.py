@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource, check_source, plan_job
+from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import announce, show_json
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_verification, verification_json
@@ -23,9 +23,6 @@ from roundelay.proof.run_vs_reference import (
     length_or_default,
     verify_session,
 )
-from roundelay.session.resume import load_checkpoint
-from roundelay.session.stop_condition import Length
-from roundelay.session.training import Session
 
 
 def verify_command(
@@ -50,13 +47,13 @@ def verify_command(
     planned = plan_job(job, choices, seed, source, quiet=quiet, process_group=process_group)
     length = length_or_default(options.steps, options.epochs)
     if process_group is not None and not process_group.leads:
-        return follow_verification(_session(planned, seed, length, resume), options.tamper, process_group)
+        return follow_verification(planned.session(seed, length, resume), options.tamper, process_group)
     captured, plan = planned.captured, planned.plan
     first = ReferenceStart.of(captured)
     announce("Training in plain PyTorch, and as captured ...", as_json)
     fidelity = check_fidelity(job, captured, plan, seed, length, resumed=resume is not None)
     announce("Training distributed, then in one process ...", as_json)
-    session = _session(planned, seed, length, resume)
+    session = planned.session(seed, length, resume)
     try:
         result = verify_session(session, options.tamper, first=first, fidelity=fidelity, process_group=process_group)
         if as_json:
@@ -73,8 +70,3 @@ def verify_command(
         SIGNALS.leave_to(signal.SIG_IGN)  # a launcher ends this process as soon as another has ended with the code
         process_group.conclude(result.exit_code)
     return result.exit_code
-
-
-def _session(planned: PlannedJob, seed: int, length: Length, resume: Path | None) -> Session:
-    start = None if resume is None else load_checkpoint(resume, planned.captured)
-    return Session(planned.job, planned.captured, planned.plan, seed, length, start)
