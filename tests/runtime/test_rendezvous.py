@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, RoundelayError, UsageError, UserCodeError, WorkerLostError
 from roundelay.launching import control_channel
 from roundelay.launching import launched_worker as members
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
@@ -56,12 +57,12 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
 
 
 ON_CPU, ON_GPUS = ("cpu", "cpu"), ("cuda:0", "cuda:1")
-TASK, APART = (
+TASK, APART, AUDITED = (
     cast(
         Task,
-        SimpleNamespace(works=(None, None), audit=False, settings=SimpleNamespace(devices=devices, deadline_s=10.0)),
+        SimpleNamespace(works=(None, None), audit=audit, settings=SimpleNamespace(devices=devices, deadline_s=10.0)),
     )
-    for devices in (ON_CPU, ON_GPUS)
+    for devices, audit in ((ON_CPU, False), (ON_GPUS, False), (ON_CPU, True))
 )
 
 
@@ -207,3 +208,68 @@ def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(mo
     monkeypatch.setattr(members, "work", fails)
     with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
         run_follower(TASK, cast(ProcessGroup, member), unchanged)
+
+
+class _Audited:
+    """An audited run in which worker 1 has finished: the leader's end of the channel, and how worker 1 ends."""
+
+    def __init__(self) -> None:
+        self.member, self.codes, self.finished = _Member(), list[object](), threading.Event()
+        ends = self.member.reports[0], self.member.news[0]
+        self.channel = ControlChannel(*ends, (1,), self._hear, lambda *_: None, lambda _: None)
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+        assert self.finished.wait(10.0)
+
+    def _hear(self, report: Report) -> None:
+        if report.kind == "finished":
+            self.finished.set()
+
+    def _follow(self) -> None:
+        try:
+            self.codes.append(run_follower(AUDITED, cast(ProcessGroup, self.member), unchanged))
+        except RoundelayError as error:
+            self.codes.append(f"{error.subject} got {error.got}")
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Audited]:
+    """What the worker computes is over at once."""
+    monkeypatch.setattr(
+        members, "work", lambda task, rank, endpoint, report, device: report(Report("finished", rank, {}))
+    )
+    made = _Audited()
+    yield made
+    made.channel.end("over")
+    made.thread.join(10.0)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_a_member_of_an_audited_run_ends_with_what_the_leader_concludes(code: int, audited: _Audited) -> None:
+    time.sleep(0.5)
+    assert audited.codes == [], "it waits"
+    audited.channel.conclude(code)
+    audited.thread.join(10.0)
+    assert audited.codes == [code]
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (control_channel.LEADER_TELLS, 1),
+        ("its connection broke", "worker 0 of the launcher's got its connection broke"),
+    ],
+)
+def test_a_member_that_waits_for_a_comparison_hears_how_the_leader_ends(
+    reason: str, told: object, audited: _Audited
+) -> None:
+    audited.channel.end(reason)
+    audited.thread.join(10.0)
+    assert audited.codes == [told]
+
+
+def test_a_member_does_not_wait_for_ever_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    monkeypatch.setattr(members, "VERDICT_S", 0.3)
+    with pytest.raises(DeadlineError, match="waiting for the comparison of worker 0"):
+        members._verdict(verdicts, [])
