@@ -170,10 +170,22 @@ def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(caps
     same_end(launched, workplace / "alone")
 
 
+BY_CHANCE = """
+from roundelay.proof import run_vs_reference
+run_vs_reference.uses_device = lambda devices: True
+
+def by_chance(outputs, batch):
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError("by_chance does not have a deterministic implementation")
+    return mlp.loss(outputs, batch)
+"""
+
+
 def test_a_launched_run_is_proved(workplace: Path) -> None:
-    """The leader alone prints."""
+    """The leader alone prints. What it finds to have no deterministic form no process asks torch for."""
+    job = job_file(workplace, "loss=by_chance", BY_CHANCE)
     launcher = ["--standalone", "--nproc-per-node", "2"]
-    process = torchrun(workplace, launcher, MLP, "--rule", "1f1b", "--json", command="verify")
+    process = torchrun(workplace, launcher, job, "--rule", "1f1b", "--json", command="verify")
     with ending(process):
         out, _ = process.communicate(timeout=END_S)
     assert process.returncode == 0, out
@@ -181,6 +193,7 @@ def test_a_launched_run_is_proved(workplace: Path) -> None:
     assert result["equal"]
     assert result["proved"]
     assert result["fidelity"]["exact"]
+    assert result["nondeterministic"].startswith("by_chance")
     assert len({worker["pid"] for worker in result["workers"]}) == 2
 
 
