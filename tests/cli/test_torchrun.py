@@ -364,13 +364,13 @@ HOLDS = """
 import ctypes
 def holds(epoch):
     if epoch == 1:
-        ctypes.PyDLL(None).sleep(7)
+        ctypes.PyDLL(None).sleep(12)
     yield from mlp.batches(epoch)
 """
 
 
 def test_a_leader_whose_interpreter_is_held_is_not_given_up(workplace: Path) -> None:
-    """By a library that reads a large file, for one: no thread of its process runs meanwhile."""
+    """By a library that reads a large file, for one: no thread of its process runs meanwhile, but the system answers."""
     job = job_file(workplace, "batches=holds", HOLDS)
     process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--epochs", 2)
     with ending(process):

@@ -97,11 +97,14 @@ class ControlChannel:
         return encoded.kind
 
     def conclude(self, code: int) -> None:
-        """Tell the watched processes, as the leader, the exit code with which to end, and close in good order."""
+        """Tell the watched processes, as the leader, the exit code with which to end, and close.
+
+        If one is lost, its answer is not waited for.
+        """
         (message,) = messages_of(encode(Report("verdict", LEADER, {"code": code})))
         for other in self._watched:
             self._reports.send(other, message)
-        self.end(None)
+        self.end(LEADER_TELLS if self._lost else None)
 
     def end(self, reason: str | None) -> None:
         """Close the channel in good order, or abort it with a reason."""
