@@ -370,7 +370,7 @@ def holds(epoch):
 
 
 def test_a_leader_whose_interpreter_is_held_is_not_given_up(workplace: Path) -> None:
-    """By a library that reads a large file, for one: no thread of its process runs meanwhile, but the system answers."""
+    """By a library that reads a large file, for one: no thread of its process runs, but the system answers."""
     job = job_file(workplace, "batches=holds", HOLDS)
     process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--epochs", 2)
     with ending(process):
