@@ -29,11 +29,13 @@ def ending_unacknowledged(seconds: float = UNACKNOWLEDGED_S) -> Iterator[None]:
     """
     before = _connections()
     yield
-    for descriptor in _connections() - before if hasattr(socket, "TCP_USER_TIMEOUT") else set[int]():
+    opened = _connections() - before if hasattr(socket, "TCP_USER_TIMEOUT") else set[tuple[int, object]]()
+    for descriptor, _ in opened:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 
-def _connections() -> set[int]:
-    """The file descriptors of this process's TCP connections."""
-    return {each.fd for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED}
+def _connections() -> set[tuple[int, object]]:
+    """File descriptor and addresses of each of this process's TCP connections."""
+    known = psutil.Process().net_connections("tcp")
+    return {(each.fd, (each.laddr, each.raddr)) for each in known if each.status == psutil.CONN_ESTABLISHED}
