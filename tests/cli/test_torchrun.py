@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -52,10 +52,12 @@ LAUNCHED = {
 }
 
 
-def torchrun(folder: Path, launcher: list[str], *args: object, **env: str) -> subprocess.Popen[str]:
+def torchrun(
+    folder: Path, launcher: list[str], *args: object, command: str = "train", **env: str
+) -> subprocess.Popen[str]:
     """Start the launcher in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "roundelay", "train", *map(str, args)],
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "roundelay", command, *map(str, args)],
         cwd=folder,
         env=environment(**env),
         stdout=subprocess.PIPE,
@@ -71,7 +73,7 @@ def ending(process: subprocess.Popen[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in pids_of("roundelay train", process):
+        for pid in pids_of("-m roundelay", process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.kill()
@@ -166,6 +168,33 @@ def test_a_run_that_the_launcher_restarts_goes_on_in_mid_flight_by_its_plan(caps
     alone = read_metrics(workplace / "alone" / "metrics.jsonl")
     assert [line["loss"] for line in after] == [line["loss"] for line in alone]
     same_end(launched, workplace / "alone")
+
+
+BY_CHANCE = """
+from roundelay.proof import run_vs_reference
+run_vs_reference.uses_device = lambda devices: True
+
+def by_chance(outputs, batch):
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError("by_chance does not have a deterministic implementation")
+    return mlp.loss(outputs, batch)
+"""
+
+
+def test_a_launched_run_is_proved(workplace: Path) -> None:
+    """The leader alone prints. What it finds to have no deterministic form no process asks torch for."""
+    job = job_file(workplace, "loss=by_chance", BY_CHANCE)
+    launcher = ["--standalone", "--nproc-per-node", "2"]
+    process = torchrun(workplace, launcher, job, "--rule", "1f1b", "--json", command="verify")
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    (result,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert result["equal"]
+    assert result["proved"]
+    assert result["fidelity"]["exact"]
+    assert result["nondeterministic"].startswith("by_chance")
+    assert len({worker["pid"] for worker in result["workers"]}) == 2
 
 
 @pytest.mark.parametrize("cuts", [None, "equal"])
@@ -335,13 +364,13 @@ HOLDS = """
 import ctypes
 def holds(epoch):
     if epoch == 1:
-        ctypes.PyDLL(None).sleep(7)
+        ctypes.PyDLL(None).sleep(12)
     yield from mlp.batches(epoch)
 """
 
 
 def test_a_leader_whose_interpreter_is_held_is_not_given_up(workplace: Path) -> None:
-    """By a library that reads a large file, for one: no thread of its process runs meanwhile."""
+    """By a library that reads a large file, for one: no thread of its process runs, but the system answers."""
     job = job_file(workplace, "batches=holds", HOLDS)
     process = torchrun(workplace, ["--standalone", "--nproc-per-node", "2"], job, "--no-baseline", "--epochs", 2)
     with ending(process):
@@ -447,53 +476,6 @@ def test_members_do_not_outlive_a_launcher_that_is_killed(workplace: Path) -> No
             time.sleep(0.05)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and ip")
-def test_two_hosts_talk_over_the_interface_that_is_named(workplace: Path) -> None:
-    names = [f"roundelay{os.getpid()}{side}" for side in "ab"]
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts(stack, names)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr}")
-        processes = []
-        for i, name in enumerate(names):
-            launcher = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
-            launcher += ["--rdzv-endpoint", "10.77.0.1:29511", "--rdzv-conf", f"is_host={'false' if i else 'true'}"]
-            launcher += ["--local-addr", f"10.77.0.{i + 1}"]
-            command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "roundelay", "train", MLP]
-            command += ["--steps", "5", "--no-baseline", "--out", str(workplace / "run")]
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                cwd=workplace,
-                env=environment(GLOO_SOCKET_IFNAME=f"rl{i}"),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            stack.enter_context(ending(process))
-            processes.append(process)
-        said = [process.communicate(timeout=END_S)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], said
-    assert len(read_metrics(workplace / "run" / "metrics.jsonl")) == 5
-
-
-def hosts(stack: contextlib.ExitStack, names: list[str]) -> None:
-    """Two network namespaces with a cable between them."""
-
-    def ip(*args: str) -> None:
-        subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
-
-    for name in names:
-        ip("netns", "add", name)
-        stack.callback(ip, "netns", "delete", name)
-    ip("-n", names[0], "link", "add", "rl0", "type", "veth", "peer", "name", "rl1", "netns", names[1])
-    for i, name in enumerate(names):
-        ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"rl{i}")
-        ip("-n", name, "link", "set", f"rl{i}", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -501,7 +483,8 @@ def hosts(stack: contextlib.ExitStack, names: list[str]) -> None:
         (("train", MLP, "--transport", "memory"), ("--transport", "memory", "gloo")),
         (("train", MLP, "--restarts", 1), ("--restarts", "the launcher restarts")),
         (("plan", MLP), ("roundelay plan", "launcher")),
-        (("verify", MLP), ("roundelay verify", "launcher")),
+        (("compare", MLP), ("roundelay compare", "launcher", "only `train` and `verify`")),
+        (("verify", MLP, "--workers", 3), ("--workers", "3", "2 processes")),
     ],
 )
 def test_what_makes_no_sense_under_a_launcher_is_refused(

@@ -296,6 +296,19 @@ def test_who_is_killed_behind_its_last_report_is_lost(ends: Ends) -> None:
     assert ends.lost[:1] == ["0: worker 1 of the launcher's: its connection broke"]
 
 
+def test_a_verdict_does_not_wait_for_who_is_lost(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a cut cable, for one: it would not answer."""
+    monkeypatch.setattr(MemoryEndpoint, "_close", lambda endpoint: pytest.fail("it waits for an answer"))
+    leader = ends.open(0)
+    told: list[int] = []
+    ends.open(1, on_report=lambda report: told.append(report.data["code"]))
+    ends.news[2].abort("its connection broke")
+    until(lambda: ends.lost)
+    leader.conclude(3)
+    until(lambda: told)
+    assert told == [3]
+
+
 @pytest.mark.parametrize("late", ["reports", "news"])
 def test_an_end_in_good_order_closes_both_though_one_is_late(
     ends: Ends, late: str, monkeypatch: pytest.MonkeyPatch

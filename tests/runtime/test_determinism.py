@@ -9,6 +9,7 @@ from torch import nn
 
 import roundelay
 from roundelay.errors import NondeterministicError
+from roundelay.planning.torch_scope import user_code
 from roundelay.proof import run_vs_reference
 from roundelay.runtime.processes.determinism import deterministic, nondeterministic
 from tests.api.jobs import make, mlp
@@ -58,6 +59,22 @@ def test_a_run_with_an_operation_without_such_a_form_is_compared_all_the_same(mo
     assert result.exit_code == 0
     assert result.fidelity is not None
     assert NAME in str(result.fidelity)
+
+
+def test_with_other_processes_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known to have no such form is computed as it comes; else it is an error."""
+    on_a_device(monkeypatch)
+    plan = roundelay.plan(make(mlp()), workers=2, rule="1f1b")
+    calls: list[bool] = []
+
+    def call() -> None:
+        calls.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        by_chance(torch.zeros(1, 3), (None, torch.zeros(1, dtype=torch.long)))
+
+    assert run_vs_reference._exactly(call, plan, None, NAME) == (None, NAME)
+    with pytest.raises(NondeterministicError), user_code("a call"):
+        run_vs_reference._exactly(call, plan, None)
+    assert calls == [True, False]
 
 
 def test_then_a_difference_names_the_operation_and_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

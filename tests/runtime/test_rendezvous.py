@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from roundelay.errors import DeadlineError, UsageError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, RoundelayError, UsageError, UserCodeError, WorkerLostError
 from roundelay.launching import control_channel
 from roundelay.launching import launched_worker as members
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
@@ -56,9 +57,12 @@ def data_of(delivery: Delivery) -> dict[str, Any]:
 
 
 ON_CPU, ON_GPUS = ("cpu", "cpu"), ("cuda:0", "cuda:1")
-TASK, APART = (
-    cast(Task, SimpleNamespace(works=(None, None), settings=SimpleNamespace(devices=devices, deadline_s=10.0)))
-    for devices in (ON_CPU, ON_GPUS)
+TASK, APART, AUDITED = (
+    cast(
+        Task,
+        SimpleNamespace(works=(None, None), audit=audit, settings=SimpleNamespace(devices=devices, deadline_s=10.0)),
+    )
+    for devices, audit in ((ON_CPU, False), (ON_GPUS, False), (ON_CPU, True))
 )
 
 
@@ -73,7 +77,7 @@ def test_a_member_does_not_end_before_its_worker_has_left(kind: str, monkeypatch
         left.set()
 
     monkeypatch.setattr(members, "work", tells_and_leaves_late)
-    assert run_follower(TASK, cast(ProcessGroup, _Member()), unchanged) == (kind == "finished")
+    assert run_follower(TASK, cast(ProcessGroup, _Member()), unchanged) == (0 if kind == "finished" else 1)
     assert left.is_set(), "threads that outlive the main one abort the process while the interpreter shuts down"
 
 
@@ -88,7 +92,7 @@ def test_a_member_that_cannot_hear_says_so_itself(monkeypatch: pytest.MonkeyPatc
     member = _Member()
     (message,) = messages_of(encode(Report("progress", 0, {})))
     member.reports[0].send(1, message)
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     monkeypatch.undo()
     told = member.told()
     assert data_of(told)["subject"] == "the control channel of worker 1"
@@ -105,7 +109,7 @@ def test_a_report_that_cannot_be_sent_is_told_as_a_failure(monkeypatch: pytest.M
     monkeypatch.setattr(control_channel, "messages_of", fails)
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: report(Report("state", 1, {})))
     member = _Member()
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     told = member.told()
     data = data_of(told)
     assert f"{data['subject']}: {data['got']}".startswith("worker 1, state: RuntimeError: no room at ")
@@ -145,7 +149,7 @@ def test_a_worker_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     member = _Member()
     monkeypatch.setattr(member, "data_endpoint", fails)
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     told = member.told()
     assert data_of(told)["got"] == "nobody"
 
@@ -187,7 +191,7 @@ def test_the_endpoint_of_who_is_ended_while_its_worker_connects_is_ended(monkeyp
     monkeypatch.setattr(members, "work", lambda task, rank, endpoint, report, device: worked.set())
     member.news[0].abort("the run has failed; worker 0 tells why")
     threading.Timer(1.0, connects.set).start()
-    assert not run_follower(TASK, cast(ProcessGroup, member), unchanged)
+    assert run_follower(TASK, cast(ProcessGroup, member), unchanged) == 1
     assert worked.wait(10.0)
     assert member.frames[1].aborted, "or it would wait for the others until its deadline"
 
@@ -204,3 +208,68 @@ def test_a_worker_that_fails_before_the_line_tells_why_does_not_hide_the_loss(mo
     monkeypatch.setattr(members, "work", fails)
     with pytest.raises(WorkerLostError, match="worker 0 of the launcher's: got its connection broke"):
         run_follower(TASK, cast(ProcessGroup, member), unchanged)
+
+
+class _Audited:
+    """An audited run in which worker 1 has finished: the leader's end of the channel, and how worker 1 ends."""
+
+    def __init__(self) -> None:
+        self.member, self.codes, self.finished = _Member(), list[object](), threading.Event()
+        ends = self.member.reports[0], self.member.news[0]
+        self.channel = ControlChannel(*ends, (1,), self._hear, lambda *_: None, lambda _: None)
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+        assert self.finished.wait(10.0)
+
+    def _hear(self, report: Report) -> None:
+        if report.kind == "finished":
+            self.finished.set()
+
+    def _follow(self) -> None:
+        try:
+            self.codes.append(run_follower(AUDITED, cast(ProcessGroup, self.member), unchanged))
+        except RoundelayError as error:
+            self.codes.append(f"{error.subject} got {error.got}")
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Audited]:
+    """What the worker computes is over at once."""
+    monkeypatch.setattr(
+        members, "work", lambda task, rank, endpoint, report, device: report(Report("finished", rank, {}))
+    )
+    made = _Audited()
+    yield made
+    made.channel.end("over")
+    made.thread.join(10.0)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_a_member_of_an_audited_run_ends_with_what_the_leader_concludes(code: int, audited: _Audited) -> None:
+    time.sleep(0.5)
+    assert audited.codes == [], "it waits"
+    audited.channel.conclude(code)
+    audited.thread.join(10.0)
+    assert audited.codes == [code]
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (control_channel.LEADER_TELLS, 1),
+        ("its connection broke", "worker 0 of the launcher's got its connection broke"),
+    ],
+)
+def test_a_member_that_waits_for_a_comparison_hears_how_the_leader_ends(
+    reason: str, told: object, audited: _Audited
+) -> None:
+    audited.channel.end(reason)
+    audited.thread.join(10.0)
+    assert audited.codes == [told]
+
+
+def test_a_member_does_not_wait_for_ever_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    monkeypatch.setattr(members, "VERDICT_S", 0.3)
+    with pytest.raises(DeadlineError, match="waiting for the comparison of worker 0"):
+        members._verdict(verdicts, [])

@@ -111,17 +111,21 @@ def simulate(
 
 @app.command("verify", epilog="Example: `roundelay verify my_job.py --steps 8 --tamper stash`")
 @o.expand_options
-def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_json: o.Json = False) -> None:
+def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_json: o.Json = False) -> int:
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference.
 
-    Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared.
+    Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared. Under a launcher all its
+    processes end with it.
     """
+    planned = options.plan_file is not None or options.resume is not None
     check_lengths(options.steps, options.epochs)
-    o.refuse_launcher("verify")
     o.refuse_nccl("verify", choices.transport)
     check_tamper(options.tamper)
-    check_choices(job_file, choices, planned=options.plan_file is not None or options.resume is not None)
-    raise typer.Exit(load("cli.verify_command").verify_command(job_file, choices, options, as_json=as_json))
+    check_choices(job_file, choices, planned=planned)
+    command = load("cli.verify_command")
+    process_group, choices = load("cli.launched_choices").joined(choices, 0, planned=planned)
+    SIGNALS.join()
+    return int(command.verify_command(job_file, choices, options, process_group, as_json=as_json))
 
 
 @app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")

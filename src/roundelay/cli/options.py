@@ -158,16 +158,16 @@ def exclusive(steps: int | None, epochs: int | None) -> None:
 
 
 def refuse_nccl(command: str, transport: str | None) -> None:
-    """Refuse a command that runs in one process over nccl.
+    """Refuse a command over nccl that no launcher has started, and that so runs in one process.
 
     Raises:
         UsageError: the transport is nccl.
     """
-    if transport == "nccl":
+    if transport == "nccl" and launched() is None:
         raise UsageError(
             f"`roundelay {command}` over nccl",
             got="one process",
-            expected="a transport between threads: nccl carries tensors between processes that `train` starts",
+            expected="a transport between threads: nccl carries tensors between processes of a launcher's",
             remedy="Leave --transport out: the same plan computes the same bits over memory.",
         )
 
@@ -183,5 +183,5 @@ def refuse_launcher(command: str) -> None:
             f"`roundelay {command}` under a launcher",
             got="one of several processes that would all do the same",
             expected="the command by itself",
-            remedy=f"Run `roundelay {command}` without the launcher; only `train` runs under one.",
+            remedy=f"Run `roundelay {command}` without the launcher; only `train` and `verify` run under one.",
         )

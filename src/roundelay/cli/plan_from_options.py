@@ -37,6 +37,9 @@ from roundelay.planning.memory_limit import check_memory
 from roundelay.planning.planning import fitted, plan_with_reasons, read_plan
 from roundelay.runtime.device import resolve_devices
 from roundelay.schedules import PIPELINE
+from roundelay.session.resume import load_checkpoint
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
 
 _LISTED = ("devices", "recompute")
 """Choices that are lists in a plan."""
@@ -75,6 +78,12 @@ class PlannedJob:
     plan: Plan
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+
+    def session(self, seed: int, length: Length, resume: Path | None) -> Session:
+        """The training by this plan, from the start or from a checkpoint."""
+        lazily = self.job.weights is not None
+        start = None if resume is None else load_checkpoint(resume, self.captured, lazily=lazily)
+        return Session(self.job, self.captured, self.plan, seed, length, start)
 
 
 def plan_job(

@@ -38,7 +38,6 @@ from roundelay.session.checkpointing import Saving, evaluating, holding_averages
 from roundelay.session.event_writers import RunFolderObserver, tensorboard_observer
 from roundelay.session.events import Observer, broadcast
 from roundelay.session.restarts import rest_of, run_restarting
-from roundelay.session.resume import load_checkpoint
 from roundelay.session.run_record import Trained
 from roundelay.session.run_summary import UNCHECKED, summary_lines, write_results
 from roundelay.session.stop_condition import Length
@@ -126,13 +125,7 @@ def train_job(
 
 
 def _session(planned: PlannedJob, run: RunOptions) -> Session:
-    start = (
-        None
-        if run.resume is None
-        else load_checkpoint(run.resume, planned.captured, lazily=planned.job.weights is not None)
-    )
-    length = Length(steps=run.steps, epochs=run.epochs)
-    return Session(planned.job, planned.captured, planned.plan, run.seed, length, start)
+    return planned.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
 
 
 def _begun(
@@ -167,7 +160,7 @@ def follow_job(planned: PlannedJob, run: RunOptions, process_group: ProcessGroup
     Raises:
         WorkerLostError: the leader is lost.
     """
-    return 0 if _rest(_session(planned, run), run.out, process_group).run_follower(process_group) else 1
+    return _rest(_session(planned, run), run.out, process_group).run_follower(process_group)
 
 
 def _measure_plain(job: Job, plan: Plan, seed: int, *, quiet: bool) -> dict[int, float]:

@@ -4,9 +4,9 @@ Reports and urgent messages (failures, and a heartbeat every second) use separat
 does not wait for the state of a large stage.
 
 A process that ends closes its connections, and one that stays stopped is killed by its watchdog
-(:mod:`roundelay.launching.stop_watchdog`). Heartbeats detect what closes no connection: a host without power, a cut
-cable. Their timeout is long: in a healthy process a library may hold the interpreter, and all threads, for half a
-minute.
+(:mod:`roundelay.launching.stop_watchdog`). A host without power, or behind a cut cable, closes none: the system does,
+as nothing acknowledges the heartbeats (:mod:`roundelay.launching.silent_hosts`). Their own timeout is long: in a
+healthy process a library may hold the interpreter, and all threads, for half a minute.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ NEWS_S = 1.0
 
 PART_BYTES = 2**32
 """Bytes of tensors in one message of a report, whose transport takes no more than four times as many."""
+
+LEADER_TELLS = "the run has failed; worker 0 tells why"
+"""Reason of an end after which the other processes say nothing."""
 
 OnLost = Callable[[int, RoundelayError], None]
 OnUnreadable = Callable[[RoundelayError], None]
@@ -92,6 +95,16 @@ class ControlChannel:
             else:
                 self._reports.send(LEADER, message)
         return encoded.kind
+
+    def conclude(self, code: int) -> None:
+        """Tell the watched processes, as the leader, the exit code with which to end, and close.
+
+        If one is lost, its answer is not waited for.
+        """
+        (message,) = messages_of(encode(Report("verdict", LEADER, {"code": code})))
+        for other in self._watched:
+            self._reports.send(other, message)
+        self.end(LEADER_TELLS if self._lost else None)
 
     def end(self, reason: str | None) -> None:
         """Close the channel in good order, or abort it with a reason."""

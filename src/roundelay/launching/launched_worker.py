@@ -9,11 +9,12 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
-from roundelay.errors import RoundelayError, WorkerLostError
-from roundelay.launching.control_channel import NEWS_S, ControlChannel
+from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
+from roundelay.launching.control_channel import LEADER_TELLS, NEWS_S, ControlChannel
 from roundelay.launching.failure_tracker import FailureTracker, Listener
 from roundelay.launching.gc_policy import frozen_gc
 from roundelay.launching.rendezvous import TICK_S, ProcessGroup
@@ -29,7 +30,9 @@ from roundelay.transport.endpoint import Endpoint
 LEAVE_S = 2.0
 """Seconds to wait for a failed or aborted worker to close its connections; it reports its end before."""
 
-_LEADER_TELLS = "the run has failed; worker 0 tells why"
+VERDICT_S = 6 * 3600.0
+"""Seconds that the leader may take to compare an audited run, while its heartbeats come."""
+
 _ENDED = "it was ended"
 
 
@@ -93,7 +96,10 @@ def _device_of(task: Task, process_group: ProcessGroup) -> Device:
 
 
 def run_leader(task: Task, listen: Listener, wrap: Wrap, process_group: ProcessGroup) -> None:
-    """Run worker 0 in this process and take all reports; see :func:`roundelay.launching.launch.run`."""
+    """Run worker 0 in this process and take all reports; see :func:`roundelay.launching.launch.run`.
+
+    After an audited run the control channel stays open, until :meth:`ProcessGroup.conclude`.
+    """
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(process_group.size, listen)
     device = _device_of(task, process_group)  # before connecting: else the others would report a lost worker
@@ -116,7 +122,7 @@ def run_leader(task: Task, listen: Listener, wrap: Wrap, process_group: ProcessG
         finally:
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
             succeeded = not tracker.failures and len(tracker.ended) == len(task.works)
-            _leave(channel, worker, task.settings.deadline_s if succeeded else None)
+            _leave(channel, worker, task.settings.deadline_s if succeeded else None, open_after=task.audit)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
         _leave(channel, worker, None)  # the interrupt may have cut the first call short
         if not causes:
@@ -138,15 +144,21 @@ def _take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker, r
         raise unexpected(f"worker {rank}", error) from error
 
 
-def _leave(channel: ControlChannel, worker: _WorkerThread, patience_s: float | None) -> None:
-    """End the worker and the control channel: in good order within ``patience_s``, or at once if that is None."""
+def _leave(
+    channel: ControlChannel, worker: _WorkerThread, patience_s: float | None, *, open_after: bool = False
+) -> None:
+    """End the worker and the control channel: in good order within ``patience_s``, or at once if that is None.
+
+    In good order the channel is left open if ``open_after`` says so.
+    """
     if patience_s is None:
         worker.abort("the run was ended")
-        channel.end(_LEADER_TELLS)
+        channel.end(LEADER_TELLS)
         worker.join(LEAVE_S)
     else:
         worker.join(patience_s)
-        channel.end(None)
+        if not open_after:
+            channel.end(None)
 
 
 def _drain(reports: queue.SimpleQueue[Report], tracker: FailureTracker) -> None:
@@ -165,13 +177,39 @@ def _pass_on(report: Report, channel: ControlChannel) -> tuple[bool, bool]:
     return kind in ("finished", "failed"), kind != "failed"
 
 
-def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> bool:
-    """Run a worker other than 0 in this process and return whether it succeeded; the leader reports failures.
+def _verdict(verdicts: queue.SimpleQueue[Report], lost: Sequence[RoundelayError]) -> int:
+    """Wait until the leader has compared an audited run; return the exit code that it tells, or 1 if it is lost.
+
+    Raises:
+        DeadlineError: it takes longer than :data:`VERDICT_S`.
+    """
+    until_s = time.monotonic() + VERDICT_S
+    while not lost and time.monotonic() < until_s:
+        try:
+            return int(next_item(verdicts, TICK_S).data["code"])
+        except queue.Empty:
+            continue
+    if lost:
+        return 1
+    raise DeadlineError(
+        "waiting for the comparison of worker 0",
+        got=f"none for {VERDICT_S:g} s",
+        expected="its result",
+        remedy="Check the output of worker 0; compare fewer --steps.",
+    )
+
+
+def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> int:
+    """Run a worker other than 0 in this process and return its exit code; the leader reports failures.
+
+    That is 0, or 1 after a failure; after an audited run, what the leader concludes.
 
     Raises:
         WorkerLostError: the leader is gone without having reported a failure.
+        DeadlineError: the leader compares an audited run for too long.
     """
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    verdicts: queue.SimpleQueue[Report] = queue.SimpleQueue()
     lost: list[RoundelayError] = []
     gone = threading.Event()
     device = _device_of(task, process_group)
@@ -184,9 +222,9 @@ def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> bool:
     def on_unreadable(error: RoundelayError) -> None:
         outgoing.put(failure(process_group.rank, error))
 
-    channel = process_group.control_channel(task.settings.deadline_s, lambda report: None, on_lost, on_unreadable)
+    channel = process_group.control_channel(task.settings.deadline_s, verdicts.put, on_lost, on_unreadable)
     worker = _WorkerThread(task, process_group, wrap, outgoing.put, device)
-    ended, succeeded = False, True
+    ended, succeeded, code = False, True, 0
 
     def leave(hasty: bool = False) -> None:
         good = ended and succeeded and not lost and not hasty
@@ -206,6 +244,8 @@ def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> bool:
                     except queue.Empty:
                         continue
                     ended, succeeded = _pass_on(report, channel)
+            if task.audit and succeeded:
+                code = _verdict(verdicts, lost)
         except KeyboardInterrupt:
             time.sleep(NEWS_S)
             raise
@@ -215,6 +255,6 @@ def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> bool:
         leave(hasty=True)  # the interrupt may have cut the first call short
         if not lost:
             raise
-    if lost and lost[0].got != _LEADER_TELLS:
+    if lost and lost[0].got != LEADER_TELLS:
         raise lost[0]
-    return succeeded and not lost
+    return code if succeeded and not lost else 1

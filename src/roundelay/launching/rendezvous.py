@@ -22,8 +22,9 @@ from roundelay.detect_launcher import LEADER, Launched
 from roundelay.errors import WorkerLostError
 from roundelay.ir.program import SCALARS, Program
 from roundelay.ir.work import Work
-from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable
+from roundelay.launching.control_channel import LEADER_TELLS, ControlChannel, OnLost, OnUnreadable
 from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
+from roundelay.launching.silent_hosts import ending_unacknowledged
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Reporter
 from roundelay.transport.checked_endpoint import next_item
@@ -57,6 +58,7 @@ class ProcessGroup:
         self.others = (*range(launched.rank), *range(launched.rank + 1, launched.size))
         self.leads, self._met = launched.rank == LEADER, False
         self._interface = launched.interface if launched.nodes > 1 else None
+        self._channel: ControlChannel | None = None
         check_interface(launched)
         serves = launched.opens_store and self.leads
         self._served = open_store(launched) if serves else None  # lives as long as this process
@@ -87,20 +89,20 @@ class ProcessGroup:
                 remedy="Check that the launcher still runs and can be reached from this host.",
             ) from error
 
-    def fetch(self, name: str) -> str:
+    def fetch(self, name: str, within_s: float = PLAN_S) -> str:
         """Wait for a text that another process publishes under this name, and return it.
 
         Raises:
-            WorkerLostError: it does not appear within :data:`PLAN_S`.
+            WorkerLostError: it does not appear within so many seconds.
         """
         try:
-            _interruptibly(lambda: self._store.wait([name], timedelta(seconds=PLAN_S)))
+            _interruptibly(lambda: self._store.wait([name], timedelta(seconds=within_s)))
             return bytes(_interruptibly(lambda: self._store.get(name))).decode()
         except RuntimeError as error:
             raise WorkerLostError(
                 f"worker {self.rank} waiting for the leader's {name}",
                 got=str(error).splitlines()[0],
-                expected=f"it within {PLAN_S:g} s",
+                expected=f"it within {within_s:g} s",
                 remedy="Check the output of worker 0.",
             ) from error
 
@@ -129,11 +131,23 @@ class ProcessGroup:
             DeadlineError: not all have connected.
         """
         watched = self.others if self.leads else (LEADER,)
-        reports, news = (
-            _interruptibly(partial(self._endpoint, name, deadline_s, watched)) for name in ("reports", "news")
-        )
+        reports = _interruptibly(partial(self._endpoint, "reports", deadline_s, watched))
+        with ending_unacknowledged():  # the heartbeats
+            news = _interruptibly(partial(self._endpoint, "news", deadline_s, watched))
         self._met = True
-        return ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
+        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
+        return self._channel
+
+    def conclude(self, code: int | None) -> None:
+        """End, as the leader, the control channel that an audited run has left open, if there is one.
+
+        Args:
+            code: exit code of all processes; None: this one tells of a failure.
+        """
+        if self._channel is not None and code is None:
+            self._channel.end(LEADER_TELLS)
+        elif self._channel is not None and code is not None:
+            self._channel.conclude(code)
 
     def _endpoint(self, name: str, deadline_s: float, partners: Sequence[int]) -> Endpoint:
         """Open this process's end of one set of connections."""

@@ -37,6 +37,9 @@ from roundelay.session.run_summary import UNCHECKED
 Batches = Sequence[tuple[Batch, int]]
 """(batch, its epoch)."""
 
+SIDES = 7
+"""Most calls of which a comparison consists, each with a time limit of its own: on a mesh, and three sides twice."""
+
 PLAIN, CAPTURED = "the training in plain PyTorch", "the training of the captured job"
 
 

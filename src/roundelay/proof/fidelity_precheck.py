@@ -74,7 +74,7 @@ def choose_check(job: Job, plan: Plan, option: str | None, *, resumed: bool, lau
     if resumed:
         return Check(QUICK, "the run resumes from a checkpoint")
     if launched:
-        return Check(QUICK, "the workers are a launcher's")
+        return Check(QUICK, "the workers are a launcher's; `verify` under the same launcher compares all")
     if why := unchecked_reason(job, plan):
         return Check(QUICK, why)
     return Check(FULL) if option == FULL else _afforded(job, plan)

@@ -19,6 +19,7 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import apart
+from roundelay.launching.rendezvous import PLAN_S, ProcessGroup
 from roundelay.lower.reading import Reading
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
@@ -26,7 +27,7 @@ from roundelay.planner.plan_options import Keywords, shows_choices
 from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.planning.torch_scope import on_threads, user_code
-from roundelay.proof.fidelity import Fidelity, compare_with_plain, unchecked_reason
+from roundelay.proof.fidelity import SIDES, Fidelity, compare_with_plain, unchecked_reason
 from roundelay.proof.fidelity_on_mesh import reference_stage
 from roundelay.proof.fidelity_precheck import batches_to_verify
 from roundelay.proof.reference_start import (
@@ -59,6 +60,9 @@ from roundelay.session.training import Session
 _T = TypeVar("_T")
 
 STEPS = 8
+
+_ODD = "nondeterministic"
+"""Name under which the leader of a launcher's processes publishes an operation without a deterministic form."""
 
 DIFFERENT, UNPROVED = 1, 3
 """Exit codes of a comparison that found a difference, and of one in which something could not be compared."""
@@ -200,6 +204,7 @@ def verify_session(
     wrap: Wrap | None = None,
     first: ReferenceStart | None = None,
     fidelity: Fidelity | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Verification:
     """Verify a session; see :func:`verify`.
 
@@ -209,25 +214,28 @@ def verify_session(
         wrap: wraps every endpoint, to delay messages on purpose.
         first: the model's state before a checkpoint was loaded; needed by a session that resumes in mid-flight.
         fidelity: how the captured job compares with plain PyTorch, if they were compared.
+        process_group: the launcher's processes, if one has started this process; this one leads them. They wait for
+            :meth:`ProcessGroup.conclude`.
     """
     check_tamper(tamper)
     origin, anew = reference_start_of(session, first), begins_at_update_0(session, first)
-    handlers: dict[int, dict[str, Handler]] = {}
-    if tamper is not None:
-        graph, batches, plan = session.captured.graph, session.extent.batches, session.plan
-        victim = tampered_stage(tamper, graph, session.partition, batches, plan)
-        handlers[victim] = tampered_handlers(tamper, plan, victim)
-        session.programs = tampered_programs(tamper, session.programs, victim)
+    handlers = _broken(session, tamper)
+    odd = "" if fidelity is None or process_group is None else fidelity.nondeterministic
+    if process_group is not None:
+        process_group.publish(_ODD, odd)
     kept = reachable_state_of(session.job)  # the user's state: the reference begins with it as the run did
 
     def run_both() -> tuple[Trained, dict[str, Any]]:
-        trained = session.run(notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap)
+        trained = session.run(
+            notify=lambda event: None, audit=True, handlers=handlers, wrap=wrap, process_group=process_group
+        )
         kept.restore(except_kinds=("buffer", "parameter"))
         call = partial(_compare_with_reference, session, origin, anew, trained)
         forks = session.reading.transport.forks
         return trained, apart(call, "the one-process reference") if forks else call()
 
-    (trained, fields), odd = _exactly(run_both, session.plan, lambda: kept.restore(("buffer", "parameter")))
+    again = (lambda: kept.restore(("buffer", "parameter"))) if process_group is None else None
+    (trained, fields), odd = _exactly(run_both, session.plan, again, odd)
     fields["equal"] = not fields["difference"] and (fidelity is None or fidelity.equal)
     result = Verification(**fields, workers=trained.workers, fidelity=fidelity, nondeterministic=odd)
     if tamper is not None and not result.difference:
@@ -240,30 +248,64 @@ def verify_session(
     return result
 
 
-def _exactly(call: Callable[[], _T], plan: Plan, again: Callable[[], object]) -> tuple[_T, str]:
+def follow_verification(session: Session, tamper: str | None, process_group: ProcessGroup) -> int:
+    """Run one worker of a verification that another process leads; returns the exit code of the proof.
+
+    Args:
+        session: not yet run.
+        tamper: as of :func:`verify_session`.
+        process_group: the launcher's processes.
+
+    Raises:
+        WorkerLostError: the leader is lost.
+    """
+    handlers = _broken(session, tamper)
+    compares_s = PLAN_S + SIDES * session.plan.deadline_s
+    strict = not process_group.fetch(_ODD, compares_s)
+    with deterministic(_exact(session.plan), strict=strict, threads=session.plan.threads):
+        return session.run_follower(process_group, audit=True, handlers=handlers)
+
+
+def _broken(session: Session, tamper: str | None) -> dict[int, dict[str, Handler]]:
+    """Break a session in some way; returns the handlers to run it with, by stage."""
+    if tamper is None:
+        return {}
+    graph, batches, plan = session.captured.graph, session.extent.batches, session.plan
+    victim = tampered_stage(tamper, graph, session.partition, batches, plan)
+    session.programs = tampered_programs(tamper, session.programs, victim)
+    return {victim: tampered_handlers(tamper, plan, victim)}
+
+
+def _exact(plan: Plan) -> bool:
+    """Whether a verification asks torch for deterministic forms: on the CPU every operation has one."""
+    return plan.deterministic or uses_device(plan.devices)
+
+
+def _exactly(call: Callable[[], _T], plan: Plan, again: Callable[[], object] | None, odd: str = "") -> tuple[_T, str]:
     """Call a function with operations in their deterministic form; where one has none, with that one as it comes.
 
     Args:
         call: what to call.
-        plan: what it computes by; on the CPU every operation has such a form.
-        again: called before the second call.
+        plan: what it computes by.
+        again: called before the second call; None: there can be none, as other processes take part.
+        odd: an operation that is known to have none.
 
     Returns:
         its result, and the operation that has none; empty if all have one.
 
     Raises:
-        NondeterministicError: there is one, and the plan asks that there be none.
+        NondeterministicError: there is one, and the plan asks that there be none, or the call cannot be repeated.
     """
-    exact = plan.deterministic or uses_device(plan.devices)
-    try:
-        with deterministic(exact, threads=plan.threads):
-            return call(), ""
-    except NondeterministicError as error:
-        if plan.deterministic:
-            raise
-        odd = error.got
-    again()
-    with deterministic(exact, strict=False, threads=plan.threads):
+    if not odd:
+        try:
+            with deterministic(_exact(plan), threads=plan.threads):
+                return call(), ""
+        except NondeterministicError as error:
+            if plan.deterministic or again is None:
+                raise
+            odd = error.got
+        again()
+    with deterministic(_exact(plan), strict=False, threads=plan.threads):
         return call(), odd
 
 

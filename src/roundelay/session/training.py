@@ -174,7 +174,8 @@ class Session:
             audit: collect digests of everything that is computed.
             handlers: stage to its own handlers, to break a run on purpose.
             wrap: wraps every endpoint, to delay messages on purpose.
-            process_group: the launcher's processes, if one has started this process; this one leads them.
+            process_group: the launcher's processes, if one has started this process; this one leads them. If audited,
+                they wait for :meth:`ProcessGroup.conclude`.
             gathers: what of the stages' state is gathered in this process at the end, at least; with ``"nothing"`` the
                 model keeps its initial weights, unless the job evaluates it.
         """
@@ -296,8 +297,19 @@ class Session:
 
         return observe
 
-    def run_follower(self, process_group: ProcessGroup) -> bool:
-        """Run one worker of a process group that another process leads; returns whether it succeeded.
+    def run_follower(
+        self,
+        process_group: ProcessGroup,
+        *,
+        audit: bool = False,
+        handlers: Mapping[int, Mapping[str, Handler]] = MappingProxyType({}),
+    ) -> int:
+        """Run one worker of a process group that another process leads; returns its exit code.
+
+        Args:
+            process_group: the launcher's processes.
+            audit: collect digests, and wait for the exit code that the leader concludes.
+            handlers: as of :meth:`run`.
 
         Raises:
             WorkerLostError: the leader is lost.
@@ -309,7 +321,8 @@ class Session:
         use, save_every = fetched_use(process_group)  # published when all have compiled
         part = RunPart(self.initial, replace(self.extent, save_every=save_every))
         with deterministic(self.plan.deterministic, threads=self.plan.threads):
-            return run_follower(self._task(part, use, None), process_group, unchanged)
+            task = self._task(part, use, None, audit=audit, handlers=handlers)
+            return run_follower(task, process_group, unchanged)
 
     def compile(self) -> None:
         """Compile all stages in this process, if the plan asks for it."""

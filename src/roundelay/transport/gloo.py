@@ -221,9 +221,10 @@ class GlooEndpoint(CheckedEndpoint):
     def _cut(self) -> None:
         """End every thread that still waits: a gloo wait that times out breaks all connections of its group.
 
-        Workers that have answered have received everything; the others are given up.
+        On a connection that is broken already, none times out. Workers that have answered have received everything; the
+        others are given up.
         """
-        for link in list(self._links.values())[:1]:
+        for link in self._links.values():
             assert self._group is not None
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], link.worker, _NEVER_TAG).wait(timedelta(milliseconds=1))
