@@ -283,6 +283,20 @@ def test_few_weights_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < max(whole) < every / 3
 
 
+@pytest.mark.parametrize("model", ["gpt2", "bert_classifier"])
+def test_what_is_cast_before_use_is_cast_before_it_is_gathered(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr(weight_segments, "LEAST", 1)
+    place, sent = bench(model), {}
+    for precision in ("fp32", "bf16"):
+        plan = split(place, "1f1b", 1, 2, zero=3, precision=precision)
+        gathers = [exchange for exchange in plan.exchanges if exchange.kind == WEIGHT_FORWARD]
+        sent[precision] = sum(exchange.num_bytes for exchange in gathers)
+    held(place, plan)
+    cast = [name for name, own in residences_of(plan, place.captured.graph).items() if own.gathered]
+    saved = sum(place.captured.graph.parameters[name].num_bytes // 2 for name in cast)
+    assert sent["fp32"] - sent["bf16"] == saved > sent["fp32"] / 3
+
+
 def test_less_is_predicted_to_be_held_with_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_segments, "LEAST", 1)
     place = bench("gpt2")

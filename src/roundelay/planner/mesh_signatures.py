@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
-from roundelay.ir.graph import Graph
+from roundelay.ir.graph import Graph, Op
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.plan import Lay, Plan
-from roundelay.ir.residence import Residence
+from roundelay.ir.residence import Residence, dtype_gathered
 from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.sbp import B, P, Signature, Split
 from roundelay.lower.boxed_graph import boxed_graph, with_local_sizes
@@ -185,18 +185,22 @@ def residences_of(plan: Plan, graph: Graph, gradients: Mapping[str, Signature] =
     for name, signature in found.items():
         _check_signature(graph, name, signature, plan.grid.shards)
     splits = {name: signature for name, signature in found.items() if isinstance(signature, Split)}
-    gathers, alone, found_residences = plan.zero > 2 or plan.predictor != NO_PREDICTOR, read_once(graph), {}
+    gathers = plan.zero > 2 or plan.predictor != NO_PREDICTOR
+    readers = read_once(graph) if gathers else {}
+    found_residences = {}
     for name, split in splits.items():
-        sums_parts = plan.zero > 1 and gradients.get(name) != P
-        is_gathered = gathers and name in alone
-        found_residences[name] = Residence(split, split if sums_parts else B, split if is_gathered else B)
+        gradient = split if plan.zero > 1 and gradients.get(name) != P else B
+        found_residences[name] = Residence(split, gradient)
+        if reader := readers.get(name):
+            cast = dtype_gathered(plan.precision, reader, graph.parameters[name])
+            found_residences[name] = Residence(split, gradient, split, cast)
     return found_residences
 
 
-def read_once(graph: Graph) -> frozenset[str]:
-    """The parameters that one operation reads."""
-    readers = Counter(name for op in graph.ops for name in op.parameters)
-    return frozenset(name for name, count in readers.items() if count == 1)
+def read_once(graph: Graph) -> dict[str, Op]:
+    """The operation that reads a parameter, where there is one alone."""
+    counts = Counter(name for op in graph.ops for name in op.parameters)
+    return {name: op for op in graph.ops for name in op.parameters if counts[name] == 1}
 
 
 def _matched(title: str, patterns: Mapping[str, Lay], graph: Graph, axes: tuple[str, ...]) -> dict[str, Signature]:

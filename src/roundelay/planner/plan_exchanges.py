@@ -116,7 +116,10 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
     for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
-        buckets = state_buckets(laid.tensors(own))
+        tensors = laid.tensors(own)
+        if kind in USED:
+            tensors = [replace(one, dtype=laid.residences[one.name].gathered or one.dtype) for one in tensors]
+        buckets = state_buckets(tensors)
         rows = rows_of(buckets, laid.states, plan.grid.shards)
         copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(

@@ -52,7 +52,9 @@ class OwnedWeights:
         #: how replicas exchange what they have updated; None where each updates all
         self.bucket = _bucket(updated, captured, shards)
         self._segments = [
-            _bucket([(n, parameters[n].detach()) for n in names if n in self.stored], captured, shards)
+            _bucket(
+                [(n, _as_gathered(captured, n, parameters[n])) for n in names if n in self.stored], captured, shards
+            )
             for names in segments
         ]
         made = {n for n, residence in captured.residences.items() if residence.sums_parts}
@@ -103,7 +105,8 @@ class OwnedWeights:
 
     def use(self, segment: int, rows: tuple[torch.Tensor, ...]) -> None:
         """Make a segment's weights whole, of all replicas' parts, until :meth:`drop`."""
-        self.gathered |= self._of_segment(segment).gathered(rows)
+        whole = self._of_segment(segment).gathered(rows)
+        self.gathered |= {name: weight.to(self.weights[name].dtype) for name, weight in whole.items()}
 
     def drop(self) -> None:
         """Have whole weights no more of those that are gathered before each use."""
@@ -116,6 +119,12 @@ class OwnedWeights:
 
     def _owned(self, name: str, local: torch.Tensor) -> torch.Tensor:
         return self._captured.owned(name, local, self._place)
+
+
+def _as_gathered(captured: Captured, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Of the shape and dtype in which a weight is gathered."""
+    dtype = captured.residences[name].gathered
+    return torch.empty(weight.shape, dtype=getattr(torch, dtype) if dtype else weight.dtype, device="meta")
 
 
 def _bucket(named: list[tuple[str, torch.Tensor]], captured: Captured, shards: int) -> StateBucket | None:

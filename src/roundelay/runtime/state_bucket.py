@@ -69,10 +69,10 @@ class StateBucket:
         return found
 
     def packed(self, parts: Tensors) -> tuple[torch.Tensor, ...]:
-        """A replica's parts as its row of each tensor, in memory of their own."""
+        """A replica's parts as its row of each tensor, of its dtype, in memory of their own."""
         return tuple(
-            self._row([parts[n].detach() for n in names], shape[1])[None]
-            for names, shape in zip(self.names, self.rows, strict=True)
+            self._row([parts[n].detach().to(dtype) for n in names], shape[1])[None]
+            for names, dtype, shape in zip(self.names, self.dtypes, self.rows, strict=True)
         )
 
     def gathered(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
