@@ -25,6 +25,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.program import GRADIENTS
 from roundelay.ir.sbp import Split, parse
 from roundelay.lower.channels import channels_of, exchanges_of
+from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner import weight_segments
@@ -254,6 +255,25 @@ def test_a_gather_of_another_version_than_the_forward_reads_is_refused() -> None
     other = [*fired[0][:at], replace(fired[0][at], reads=fired[0][at].reads + 1), *fired[0][at + 1 :]]
     with pytest.raises(PlanError, match="forward of micro-batch 3: got the weights of segment 0 not gathered before"):
         check_run(read(plan), [2, 2], [other, *fired[1:]])
+
+
+def test_weights_travel_while_the_part_before_runs_and_gradients_while_the_next_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_segments, "LEAST", 1)
+    (program, _) = emit(read(split(bench("gpt2"), "1f1b", 1, 2, zero=3)))
+    lines = [f"{line.opcode} {line.of or line.segments}" for line in program.body]
+    turn = next(i for i, line in enumerate(program.body) if line.opcode == "backward")
+    ran, ran_back = lines[: turn - 4], lines[turn - 4 :]
+    for i in range(2, 6):
+        assert in_order(ran, f"box segment {i}", f"forward {i - 1}:{i}", f"unbox segment {i}", f"forward {i}:{i + 1}")
+        assert in_order(ran_back, f"box segment {i}", f"backward {i + 1}:{i + 2}", f"unbox segment {i}")
+        assert in_order(ran_back, f"box gradients {i}", f"backward {i - 1}:{i}", f"unbox gradients {i}")
+
+
+def in_order(lines: list[str], *expected: str) -> bool:
+    places = [lines.index(line) for line in expected]
+    return places == sorted(places)
 
 
 def test_few_weights_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,7 +322,8 @@ def _in_parts(
 ) -> list[Instruction]:
     """A forward or a backward in parts, with boxings between them, what gathers weights before and scatters gradients.
 
-    What gathers a forward's first weights takes its messages: only they say that there is another micro-batch.
+    While a part runs, the next one's weights are gathered, and the gradients of the one before are scattered. What
+    gathers a forward's first weights takes its messages: only they say that there is another micro-batch.
 
     Args:
         whole: the instruction.
@@ -352,5 +353,12 @@ def _in_parts(
         spans, between, needed, made = spans[::-1], between[::-1], needed[::-1], made[::-1]
     parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
     parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
-    each = zip([[], *between], needed, parts, made, strict=True)
-    return [line for boxed, gathered, part, scattered in each for line in (*boxed, *gathered, part, *scattered)]
+    lines, behind = [*needed[0]], list[Instruction]()
+    for boxed, part, ahead, scattered in zip([[], *between], parts, [*needed[1:], []], made, strict=True):
+        lines += [*boxed, *_with("box", ahead), part, *_with("box", scattered), *behind, *_with("unbox", ahead)]
+        behind = _with("unbox", scattered)
+    return lines + behind
+
+
+def _with(opcode: str, lines: Sequence[Instruction]) -> list[Instruction]:
+    return [line for line in lines if line.opcode == opcode]
