@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from roundelay.errors import counted
 from roundelay.ir.deduction import Row, ShardedOp
 from roundelay.ir.op_form import OpForm, number_of
 from roundelay.ir.sbp import Signature, Split
@@ -131,7 +132,7 @@ def _pair(paths: Paths, op: ShardedOp, workers: int) -> tuple[str, Walk | Stop] 
 
 
 def _few(size: int, unit: int, workers: int, op: ShardedOp) -> Stop:
-    what = f"{size // unit} heads or blocks of {unit} numbers" if unit > 1 else f"{size} numbers"
+    what = f"{size // unit} heads or blocks of {unit} numbers" if unit > 1 else counted(size, "number")
     return Stop(f"its {what} at {{op}} cannot be divided among {workers} workers", op.name)
 
 

@@ -72,8 +72,9 @@ class Paths:
         for group in op.form.linear:
             for weight in sorted(group & self.made_of.keys()):
                 others = [n for n in op.form.args if n not in self.made_of and n not in group]
-                if len(others) == 1 and _contracts(op.form, weight):
-                    return others[0], weight
+                for x in others:
+                    if _contracts(op.form, x, weight):
+                        return x, weight
         return None
 
     def back(self, value: str, split: Split, walk: Walk) -> Stop | Coarser | None:
@@ -87,7 +88,8 @@ class Paths:
                 None if alike else Stop("{op} reads a weight that would be split in two ways", self.readers[value][0])
             )
         if value in walk.values:
-            return None
+            alike = walk.values[value] == split
+            return None if alike else Stop("what {op} makes would be split in two ways", value)
         op = self.ops.get(value)
         if op is None:
             return None
@@ -105,11 +107,9 @@ class Paths:
         number = 0
         if op.takes is not None:
             source, number = op.takes
-            if source in walk.values:
-                return None
             op = self.ops[source]
             walk.ops.add(op.name)
-            walk.values[op.name] = split
+            walk.values.setdefault(op.name, split)
         row = split_row(op.form, number, split)
         if isinstance(row, Coarser):
             return row
@@ -138,11 +138,9 @@ def is_table(form: OpForm, name: str) -> bool:
     return rows is not None and rows not in labels
 
 
-def _contracts(form: OpForm, weight: str) -> bool:
-    """Whether an argument is a matrix of which one dimension is summed over with another argument's."""
-    if len(form.args[weight]) != 2:
-        return False
+def _contracts(form: OpForm, x: str, weight: str) -> bool:
+    """Whether of a matrix, or of several, one dimension is summed over with the last of another argument."""
     labels = {label for factors in form.args[weight] for label, _ in factors if label is not None}
     kept = {label for dims in form.results for factors in dims for label, _ in factors}
-    shared = {label for name, dims in form.args.items() if name != weight for factors in dims for label, _ in factors}
-    return len(labels) == 2 and len(labels - kept) == 1 and labels - kept <= shared
+    summed = {label for factors in form.args[x][-1:] for label, _ in factors}
+    return len(form.args[weight]) in (2, 3) and len(labels) > 1 and labels - kept == summed

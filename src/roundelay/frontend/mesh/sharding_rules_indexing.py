@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,14 +31,27 @@ from roundelay.ir.op_form import Dims
 aten = torch.ops.aten
 
 
-def _narrow(node: Node) -> NodeForm:
-    return along(node, int(argument(node, 1, 0)))
-
-
 def _slice(node: Node) -> NodeForm:
-    """As ``narrow``; often it is the whole tensor."""
-    _, own = first_tensor(node)
-    return along(node) if result_shape(node) == own else _narrow(node)
+    """Some of a dimension, often all of it; ``narrow`` likewise."""
+    x, own = first_tensor(node)
+    result, dim = result_shape(node), dim_argument(node, 1, len(own))
+    if result == own:
+        return along(node)
+    start = argument(node, 2)
+    begin = 0 if start is None else start
+    known = all(isinstance(size, int) for size in (begin, own[dim], result[dim])) and argument(node, 4, 1) == 1
+    if not known or not result[dim]:
+        return along(node, dim)
+    block = math.gcd(own[dim], max(0, begin + own[dim] * (begin < 0)), result[dim])
+    return NodeForm({x: _in_blocks(own, dim, block)}, (_in_blocks(result, dim, block),), (frozenset([x]),))
+
+
+def _in_blocks(shape: Sequence[Any], dim: int, block: int) -> Dims:
+    """Each dimension has its number as label, that one within blocks of this size."""
+    dims = list(numbered(shape))
+    if shape[dim] != block:
+        dims[dim] = ((None, shape[dim] // block), (dim, block))
+    return tuple(dims)
 
 
 def _select(node: Node) -> NodeForm:
@@ -48,13 +63,15 @@ def _select(node: Node) -> NodeForm:
 
 
 def _split_sizes(node: Node) -> NodeForm:
-    """Equal blocks of a dimension: each result has the labels of a block."""
+    """Consecutive parts of a dimension: all are split within blocks whose size divides theirs."""
     (x, own), shapes = first_tensor(node), result_shapes(node)
     dim = dim_argument(node, 2, len(own))
-    if len(set(shapes)) > 1:
+    sizes = [shape[dim] for shape in shapes]
+    if len(set(sizes)) > 1 and not all(isinstance(size, int) for size in sizes):
         return along(node, dim)
-    blocks = tuple(((None, len(shapes)), (d, shapes[0][d])) if d == dim else ((d, own[d]),) for d in range(len(own)))
-    return NodeForm({x: blocks}, tuple(map(numbered, shapes)), (frozenset([x]),))
+    block = sizes[0] if len(set(sizes)) == 1 else math.gcd(*sizes)
+    of_x = numbered(own) if len(sizes) == 1 else _in_blocks(own, dim, block)
+    return NodeForm({x: of_x}, tuple(_in_blocks(shape, dim, block) for shape in shapes), (frozenset([x]),))
 
 
 def _getitem(node: Node) -> NodeForm | None:
@@ -175,7 +192,7 @@ def _embedding(node: Node) -> NodeForm | None:
 
 INDEXING: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
-    aten.narrow.default: _narrow,
+    aten.narrow.default: _slice,
     aten.select.int: _select,
     aten.unbind.int: _select,
     aten.split.Tensor: _split_sizes,

@@ -34,8 +34,9 @@ def pointwise(node: Node) -> NodeForm:
 
 
 def _as_type(node: Node) -> NodeForm:
-    """The first argument alone counts; of another, the type is read."""
-    return along(node)._replace(linear=_linear_groups(node))
+    """The first argument alone counts: of another the type is read, which every part of it has."""
+    form = along(node)
+    return form._replace(args={first_tensor(node)[0]: form.results[0]}, linear=_linear_groups(node))
 
 
 def _dropout(node: Node) -> NodeForm:

@@ -21,6 +21,7 @@ from roundelay.frontend.mesh.sharding_rules_base import (
     unlabelled,
     varying,
     whole_along,
+    whole_args,
 )
 from roundelay.frontend.stages.keyed_rng import keyed_attention
 from roundelay.ir.op_form import Dims
@@ -62,6 +63,16 @@ def _addmm(node: Node) -> NodeForm | None:
 
 def _matmul(node: Node) -> NodeForm | None:
     return _product(node, *node.args[:2])
+
+
+def _grouped_product(node: Node) -> NodeForm | None:
+    """X (rows, k) times one of w (experts, k, n) for each group of rows, which end where the third argument says."""
+    x, w = node.args[:2]
+    if not isinstance(x, Node) or not isinstance(w, Node) or len(arg_shape(x)) != 2 or len(arg_shape(w)) != 3:
+        return None
+    k, n = 0, 1
+    args = whole_args(node) | {x: labelled(arg_shape(x), [None, k]), w: labelled(arg_shape(w), [None, k, n])}
+    return NodeForm(args, (labelled(result_shape(node), [None, n]),), (frozenset([x]), frozenset([w])))
 
 
 def _einsum(node: Node) -> NodeForm | None:
@@ -132,6 +143,8 @@ PRODUCTS: dict[Any, Rule] = {
     aten.mv.default: _matmul,
     aten.dot.default: _matmul,
     aten.einsum.default: _einsum,
+    aten._grouped_mm.default: _grouped_product,
+    "transformers.grouped_mm_fallback.default": _grouped_product,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution,

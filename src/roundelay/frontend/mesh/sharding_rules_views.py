@@ -193,6 +193,7 @@ VIEWS: dict[Any, Rule] = {
     aten.permute.default: _permute,
     aten.movedim.int: _movedim,
     aten.expand.default: _expand,
+    aten.broadcast_to.default: _expand,
     aten.expand_as.default: _expand_as,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
