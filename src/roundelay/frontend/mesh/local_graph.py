@@ -237,7 +237,7 @@ def _localise_slice(local: Node, node: Node, split: Split, at: MeshRank) -> None
     """Where some of a dimension is taken and that is split, there is less in front of it and of it."""
     whole, part = shape_of(node.args[0]) or (), shape_of(node) or ()  # type: ignore[arg-type]
     dim = int(node.args[1] if len(node.args) > 1 else 0) % len(whole)  # type: ignore[arg-type]
-    if dim == split.dim and whole != part:
+    if dim == split.dim and (whole != part or node.target is aten.narrow.default):
         size, start = _local(node, split, part[dim], at), int(node.args[2] or 0)  # type: ignore[arg-type]
         begin = max(0, start + whole[dim] * (start < 0)) * size // part[dim]
         local.target, local.args = aten.narrow.default, (local.args[0], dim, begin, size)

@@ -13,6 +13,7 @@ from torch.fx import Node
 from roundelay.frontend.mesh.sharding_rules_base import (
     NodeForm,
     Rule,
+    aligned,
     along,
     arg_shape,
     argument,
@@ -24,7 +25,10 @@ from roundelay.frontend.mesh.sharding_rules_base import (
     result_shape,
     result_shapes,
     shape_of,
+    tensors_of,
     unlabelled,
+    whole_along,
+    whole_args,
 )
 from roundelay.ir.op_form import Dims
 
@@ -35,7 +39,7 @@ def _slice(node: Node) -> NodeForm:
     """Some of a dimension, often all of it; ``narrow`` likewise."""
     x, own = first_tensor(node)
     result, dim = result_shape(node), dim_argument(node, 1, len(own))
-    if result == own:
+    if result == own and node.target is aten.slice.Tensor:
         return along(node)
     start = argument(node, 2)
     begin = 0 if start is None else start
@@ -167,6 +171,42 @@ def _gather(node: Node) -> NodeForm | None:
     return NodeForm({x: of_x, index: numbered(shape, *whole)}, (numbered(shape, *whole),), (frozenset([x]),))
 
 
+def _take_along_dim(node: Node) -> NodeForm | None:
+    (x, own), index, dim = first_tensor(node), node.args[1], argument(node, 2)
+    if not isinstance(index, Node) or index is x or dim is None:
+        return None
+    shape, whole = result_shape(node), int(dim) % len(own)
+    args = {x: aligned(own, shape), index: aligned(arg_shape(index), shape)}
+    return whole_along(NodeForm(args, (numbered(shape),), (frozenset([x]),)), [whole])
+
+
+def _scatter(node: Node) -> NodeForm | None:
+    """Values replace, or are added to, what an index names along a dimension; of the others there may be less."""
+    (x, own), index, values = first_tensor(node), node.args[2], node.args[3]
+    if len({x, index, values}) < 3:
+        return None
+    alike = [arg for arg in tensors_of(node) if len(arg_shape(arg)) == len(own)]
+    less = [d for d in range(len(own)) if any(arg_shape(arg)[d] != own[d] for arg in alike)]
+    whole = [dim_argument(node, 1, len(own)), *less]
+    args = whole_args(node) | {arg: numbered(arg_shape(arg), *whole) for arg in alike}
+    return NodeForm(args, (numbered(own, *whole),), (frozenset([x, values]),) if isinstance(values, Node) else ())
+
+
+def _index_put(node: Node) -> NodeForm | None:
+    """The first dimensions are indexed, and stay whole."""
+    (x, own), values, listed = first_tensor(node), node.args[2], list(node.args[1])  # type: ignore[arg-type]
+    first, given = len(listed), [index for index in listed if isinstance(index, Node)]
+    whole = len(given) == first and not any(index.meta["val"].dtype is torch.bool for index in given)
+    if not isinstance(values, Node) or not whole or len({x, values, *given}) < 2 + len(set(given)):
+        return None
+    behind, shape = len(own) - first, arg_shape(values)
+    head, tail = (shape[: len(shape) - behind], shape[len(shape) - behind :]) if len(shape) > behind else ((), shape)
+    of_values = unlabelled(head) + aligned(tail, own[first:], range(first, len(own)))
+    dims = numbered(own, *range(first))
+    args = {index: unlabelled(arg_shape(index)) for index in given} | {x: dims, values: of_values}
+    return NodeForm(args, (dims,), (frozenset([x, values]),))
+
+
 def _one_hot(node: Node) -> NodeForm:
     x, own = first_tensor(node)
     return NodeForm({x: numbered(own)}, (numbered(result_shape(node), -1),))
@@ -207,5 +247,12 @@ INDEXING: dict[Any, Rule] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
+    aten.take_along_dim.default: _take_along_dim,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.index_add.default: _scatter,
+    aten.index_copy.default: _scatter,
+    aten.index_put.default: _index_put,
     aten.one_hot.default: _one_hot,
 }
