@@ -28,6 +28,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=4)),
     "one head of keys": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA | {"num_key_value_heads": 1})),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLAMA | {"num_key_value_heads": 4}, pad_token_id=0)),
+    "phi3 of grouped heads": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLAMA, pad_token_id=0)),
     "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
         hf.Qwen2MoeConfig(
             **LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=48
@@ -72,7 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**SMALL, image_size=16, patch_size=8, num_labels=WORDS)),
 }
 
-SUMS = {"falcon": 2, "t5": 7, "bart": 7, "vit": 2}
+SUMS = {"falcon": 2, "phi3 of grouped heads": 2, "t5": 7, "bart": 7, "vit": 2}
 """Sums of all hidden values in a forward: of an attention, an MLP, or both together in Falcon, and of a table."""
 
 LEFT_WHOLE = {
@@ -80,6 +81,7 @@ LEFT_WHOLE = {
     "mixtral": {"gate"},
     "qwen2_moe": {"gate", "shared_expert_gate"},
     "one head of keys": {"k_proj", "v_proj"},
+    "phi3 of grouped heads": {"qkv_proj", "o_proj"},
     "bart": {"embed_positions"},
     "bert": {"position_embeddings", "token_type_embeddings", "dense"},
     "vit": {"cls_token", "position_embeddings", "projection"},

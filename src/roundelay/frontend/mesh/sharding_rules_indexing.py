@@ -173,7 +173,7 @@ def _gather(node: Node) -> NodeForm | None:
 
 def _take_along_dim(node: Node) -> NodeForm | None:
     (x, own), index, dim = first_tensor(node), node.args[1], argument(node, 2)
-    if not isinstance(index, Node) or index is x or dim is None:
+    if not isinstance(index, Node) or index is x or dim is None or not own:
         return None
     shape, whole = result_shape(node), int(dim) % len(own)
     args = {x: aligned(own, shape), index: aligned(arg_shape(index), shape)}
@@ -183,7 +183,7 @@ def _take_along_dim(node: Node) -> NodeForm | None:
 def _scatter(node: Node) -> NodeForm | None:
     """Values replace, or are added to, what an index names along a dimension; of the others there may be less."""
     (x, own), index, values = first_tensor(node), node.args[2], node.args[3]
-    if len({x, index, values}) < 3:
+    if not own or len({x, index, values}) < 3:
         return None
     alike = [arg for arg in tensors_of(node) if len(arg_shape(arg)) == len(own)]
     less = [d for d in range(len(own)) if any(arg_shape(arg)[d] != own[d] for arg in alike)]
