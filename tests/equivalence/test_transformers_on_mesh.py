@@ -67,13 +67,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, vocab_size=WORDS, max_position_embeddings=32)),
     "t5": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(
-            vocab_size=WORDS, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+            vocab_size=WORDS, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
         )
     ),
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**SMALL, image_size=16, patch_size=8, num_labels=WORDS)),
 }
 
-SUMS = {"falcon": 2, "phi3 of grouped heads": 2, "t5": 7, "bart": 7, "vit": 2}
+SUMS = {"falcon": 2, "phi3 of grouped heads": 2, "t5": 12, "bart": 7, "vit": 2}
 """Sums of all hidden values in a forward: of an attention, an MLP, or both together in Falcon, and of a table."""
 
 LEFT_WHOLE = {
