@@ -45,10 +45,25 @@ def test_the_physical_graph_names_every_boxing_with_its_bytes(capsys: Capture, w
     assert boxed
     for exchange in boxed:
         assert f"{exchange['value']}: P>B of {exchange['value'].removesuffix('_box')}, " in said.out
+    assert "P: the sum of what workers have" in said.out, "the words are explained"
     assert "gradients of weights" in said.out
     grid = here(capsys, "simulate", "plan.toml", "--grid", "--batches", 2).out
     (row,) = [line for line in grid.splitlines() if line.startswith("stage 0 |")]
     assert row.split()[3:] == ["F0", "B0'", "F1", "B1'"], "parts of a forward are one"
+
+
+def test_the_physical_graph_says_what_is_left_whole_and_why(capsys: Capture) -> None:
+    said = here(capsys, "plan", MLP, *MESH, "--show", "graph")
+    assert "left whole: 0.weight: by columns: no signature of aten.batch_norm.default in 2 splits it; " in said.out
+    shown = json.loads(here(capsys, "plan", MLP, *MESH, "--show", "graph", "--json").out)
+    assert shown["left_whole"]["8.weight"].startswith(
+        "by columns: nothing sums over what aten.linear.default in 8 makes"
+    )
+    assert set(shown["left_whole"]) == {"0.weight", "8.weight"}
+    (boxing,) = shown["boxings"]
+    assert (boxing["value"], boxing["from"], boxing["to"], boxing["axis"]) == ("linear_2", "P", "B", "tensor")
+    assert (boxing["when"], boxing["bytes"]) == ("after segment 0 in each forward", 512)
+    assert boxing["by"] == "reduce-scatter(0),all-gather(0)"
 
 
 def test_the_physical_graph_says_when_weights_are_gathered_and_gradients_scattered(capsys: Capture) -> None:

@@ -30,7 +30,19 @@ from tests.zoo import ZOO
 
 BY_RULE = {variant.rule: name for name, variant in VARIANTS.items() if variant.backward != "recompute"}
 RULES = [rule.name for rule in rules() if rule.name in BY_RULE and rule.name != "rehearse"]
-MODELS = ("gpt2", "llama", "bert_classifier", "t5", "mlp", "skip", "tied_head", "dropout_heavy", "gru", "token_mean")
+MODELS = (
+    "gpt2",
+    "llama",
+    "bert_classifier",
+    "t5",
+    "mlp",
+    "skip",
+    "tied_head",
+    "dropout_heavy",
+    "gru",
+    "token_mean",
+    "two_inputs",
+)
 """Those of the zoo in which Megatron-LM's signatures are found."""
 
 

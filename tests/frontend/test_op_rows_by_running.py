@@ -244,16 +244,22 @@ def ints(below: int, *shape: int) -> Tensor:
 UNARY = [
     "abs", "ceil", "cos", "elu", "erf", "exp", "floor", "gelu", "isnan", "leaky_relu", "log", "logical_not",
     "nan_to_num", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt",
-    "square", "tan", "tanh", "alias", "clone", "contiguous", "detach", "zeros_like", "ones_like",
+    "square", "tan", "tanh", "alias", "clone", "contiguous", "detach", "zeros_like", "ones_like", "hardswish",
+    "log_sigmoid",
 ]  # fmt: skip
 BINARY = [
     "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "pow.Tensor_Tensor", "maximum.default",
     "minimum.default", "atan2.default", "eq.Tensor", "ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor",
     "ge.Tensor", "logaddexp.default", "fmod.Tensor", "remainder.Tensor", "xlogy.Tensor", "logical_and.default",
-    "logical_or.default", "clamp_min.Tensor", "broadcast_tensors",
+    "logical_or.default", "clamp_min.Tensor", "rsub.Tensor", "broadcast_tensors",
 ]  # fmt: skip
 MASK = torch.tensor([[True, False, True, True, False]])
 HEADS = (2, 6, 4, 5)
+
+
+def distinct(*shape: int) -> Tensor:
+    """Places of 7 along dimension 1, none of them twice."""
+    return torch.argsort(torch.rand(shape[0], 7, shape[2], generator=_NUMBERS), 1)[:, : shape[1]]
 
 
 def _overload(name: str) -> Function:
@@ -274,6 +280,8 @@ TABLE: dict[str, list[Instance]] = {
         for name in BINARY
     },
     "pow.Tensor_Scalar": [(lambda x: x**3, r(5, 3))],
+    "floor_divide.default": [(lambda x: x // 2, ints(9, 5, 3))],
+    "prelu.default": [(F.prelu, r(5, 4, 2), r(4)), (F.prelu, r(5, 4), r(1))],
     "rsub.Scalar": [(lambda x: 1 - x, r(5, 3))],
     "clamp.default": [(lambda x: x.clamp(-1, 1), r(5, 3))],
     "addcmul.default": [(torch.addcmul, r(5, 3), r(5, 3), r(3))],
@@ -295,6 +303,13 @@ TABLE: dict[str, list[Instance]] = {
     ],
     "type_as.default": [(lambda x, y: x.type_as(y), r(5, 3), ints(9, 2))],
     "full_like.default": [(lambda x: torch.full_like(x, 2.5), r(5, 3))],
+    "outer.default": [(torch.outer, r(5), r(4))],
+    "tensordot.default": [
+        (lambda x, y: torch.tensordot(x, y, ([1, -1], [2, 0])), r(5, 4, 6), r(6, 3, 4)),
+        (lambda x, y: torch.tensordot(x, y, 0), r(3), r(4)),
+    ],
+    "addmv.default": [(torch.addmv, r(5), r(5, 4), r(4))],
+    "conv_transpose3d.input": [(F.conv_transpose3d, r(3, 2, 3, 3, 2), r(2, 4, 2, 2, 1), r(4))],
     "linear.default": [
         (F.linear, r(2, 5, 6), r(7, 6), r(7)),
         (F.linear, r(5, 6), r(4, 6)),
@@ -392,6 +407,11 @@ TABLE: dict[str, list[Instance]] = {
     "mT.default": [(lambda x: x.mT, r(2, 5, 3))],
     "permute.default": [(lambda x: x.permute(2, 0, -2), r(5, 3, 4))],
     "movedim.int": [(lambda x: x.movedim(0, -1), r(5, 3, 4))],
+    "movedim.intlist": [(lambda x: x.movedim((0, -1), (1, 0)), r(5, 3, 4))],
+    "pixel_shuffle.default": [(lambda x: F.pixel_shuffle(x, 2), r(3, 8, 2, 3))],
+    "pixel_unshuffle.default": [(lambda x: F.pixel_unshuffle(x, 2), r(3, 2, 4, 6))],
+    "broadcast_to.default": [(lambda x: x.broadcast_to(3, 2, 5, 4), r(2, 1, 4))],
+    "tile.default": [(lambda x: x.tile(3, 2, 1), r(5, 4)), (lambda x: x.tile(2), r(5, 4))],
     "expand.default": [(lambda x: x.expand(3, -1, 5, 4), r(2, 1, 4))],
     "expand_as.default": [(lambda x, y: x.expand_as(y), r(1, 3), r(2, 5, 3))],
     "repeat.default": [(lambda x: x.repeat(3, 2, 1), r(5, 4))],
@@ -407,15 +427,39 @@ TABLE: dict[str, list[Instance]] = {
         (lambda x: x.split([5, 5], -1), r(3, 10)),
         (lambda x: x.split([2, 5], 0), r(7, 3)),
     ],
-    "chunk.default": [(lambda x: x.chunk(3, -1), r(5, 15)), (lambda x: x.chunk(3), r(7, 3))],
+    "chunk.default": [
+        (lambda x: x.chunk(3, -1), r(5, 15)),
+        (lambda x: x.chunk(3), r(7, 3)),
+        (lambda x: x.chunk(2, 1), r(3, 15)),
+        (lambda x: x.chunk(2, 1), r(3, 9, 2)),
+        (lambda x: x.chunk(3, 1), r(3, 10)),
+    ],
     "unbind.int": [(lambda x: x.unbind(1), r(5, 3, 4))],
     "slice.Tensor": [
         (lambda x: x[:, 1:], r(5, 7)),
         (lambda x: x[..., ::2], r(5, 7)),
         (lambda x: x[:, -7:], r(5, 7)),
+        (lambda x: x[:, 8:12], r(5, 16)),
+        (lambda x: x[:, -8:-2], r(5, 20)),
+        (lambda x: x[:, 6:], r(5, 15, 2)),
     ],
     "select.int": [(lambda x: x[:, -1], r(5, 3, 4))],
-    "narrow.default": [(lambda x: x.narrow(1, 0, 7), r(5, 7))],
+    "narrow.default": [
+        (lambda x: x.narrow(1, 0, 7), r(5, 7)),
+        (lambda x: x.narrow(1, 6, 6), r(5, 12)),
+        (lambda x: x.narrow(1, 3, 9), r(5, 15)),
+    ],
+    "take_along_dim.default": [(lambda x, i: torch.take_along_dim(x, i, 1), r(5, 7, 3), ints(7, 5, 4, 1))],
+    "scatter.src": [(lambda x, i, y: x.scatter(1, i, y), r(5, 7, 3), distinct(5, 4, 3), r(5, 4, 3))],
+    "scatter.value": [(lambda x, i: x.scatter(1, i, 2.0), r(5, 7, 3), ints(7, 5, 4, 2))],
+    "scatter_add.default": [(lambda x, i, y: x.scatter_add(-1, i, y), r(5, 4, 7), ints(7, 5, 3, 7), r(5, 3, 7))],
+    "index_add.default": [(lambda x, i, y: x.index_add(1, i, y, alpha=2), r(5, 7, 3), ints(7, 4), r(5, 4, 3))],
+    "index_copy.default": [(lambda x, i, y: x.index_copy(1, i, y), r(5, 7, 3), torch.tensor([6, 0]), r(5, 2, 3))],
+    "index_put.default": [
+        (lambda x, i, y: x.index_put((i,), y, accumulate=True), r(5, 7, 3), ints(5, 4, 2), r(4, 2, 7, 3)),
+        (lambda x, i, y: x.index_put((i, i), y, accumulate=True), r(5, 7, 6), ints(5, 4), r(6)),
+        (lambda x, i, y: x.index_put((i,), y, accumulate=True), r(5, 7, 6), ints(5, 4), r(4, 1, 6)),
+    ],
     "index.Tensor": [
         (lambda x, i: x[i], r(5, 7), ints(5, 3, 4)),
         (lambda x, i: x[:, i], r(5, 7, 3), ints(7, 4)),
@@ -446,6 +490,25 @@ TABLE: dict[str, list[Instance]] = {
     "mean.dim": [(lambda x: x.mean(-1, keepdim=True), r(5, 3, 4))],
     "amax.default": [(lambda x: x.amax(0), r(5, 7)), (lambda x: x.amax(), r(5, 7))],
     "max.dim": [(lambda x: x.max(1), r(5, 7))],
+    "max_pool3d.default": [(lambda x: F.max_pool3d(x, 2), r(3, 5, 2, 4, 4))],
+    "avg_pool3d.default": [(lambda x: F.avg_pool3d(x, 2), r(3, 5, 2, 4, 4))],
+    "adaptive_avg_pool3d.default": [(lambda x: F.adaptive_avg_pool3d(x, 2), r(3, 5, 2, 4, 4))],
+    "adaptive_max_pool2d.default": [(lambda x: F.adaptive_max_pool2d(x, 2), r(3, 5, 4, 4))],
+    "instance_norm.default": [
+        (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), r(3, 5, 4), r(5), r(5)),
+        (lambda x: F.instance_norm(x), r(3, 5, 4, 2)),
+    ],
+    "var_mean.correction": [(lambda x: torch.var_mean(x, 1, correction=0), r(5, 3, 4))],
+    "std_mean.dim": [(lambda x: torch.std_mean(x, (1, 2), unbiased=True, keepdim=True), r(5, 3, 4))],
+    "median.dim": [(lambda x: x.median(1), r(5, 7))],
+    "argmin.default": [(lambda x: x.argmin(1), r(5, 7))],
+    "argsort.default": [(lambda x: x.argsort(1), r(5, 7))],
+    "cummax.default": [(lambda x: x.cummax(1), r(5, 7))],
+    "kl_div.default": [(lambda x, y: F.kl_div(x, y, reduction="sum"), r(5, 3), r(5, 3).exp())],
+    "huber_loss.default": [(lambda x, y: F.huber_loss(x, y, reduction="none"), r(5, 3), r(5, 3))],
+    "binary_cross_entropy.default": [
+        (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction="sum"), r(5, 3), r(5, 3)),
+    ],
     "argmax.default": [(lambda x: x.argmax(1), r(5, 7))],
     "any.dim": [(lambda x: (x > 0).any(1), r(5, 7))],
     "var.correction": [(lambda x: x.var((1, 2), correction=0), r(5, 3, 4))],
@@ -489,14 +552,9 @@ REPLICATED: dict[str, Instance] = {
     "reshape.default": (lambda x: x.reshape(2, 3, 8), r(2, 4, 6)),
     "index_select.default": (lambda i: i.index_select(0, i), ints(5, 5)),
     "batch_norm.default": (lambda x, m, v: F.batch_norm(x, m, v, training=True), r(4, 5), r(5), r(5).exp()),
-    "instance_norm.default": (F.instance_norm, r(4, 6, 3)),
     "cross_entropy_loss.default": (F.cross_entropy, r(5, 7), ints(7, 5)),
     "mse_loss.default": (F.mse_loss, r(5, 7), r(5, 7)),
-    "prelu.default": (F.prelu, r(4, 5), r(5)),
     "unfold.default": (lambda x: x.unfold(1, 2, 2), r(5, 4)),
-    "outer.default": (torch.outer, r(5), r(4)),
-    "pixel_shuffle.default": (lambda x: F.pixel_shuffle(x, 2), r(2, 8, 3, 3)),
-    "scatter_add.default": (lambda x, i, y: x.scatter_add(1, i, y), r(4, 5), ints(5, 4, 5), r(4, 5)),
     "add_.Tensor": (lambda x, y: x.clone().add_(y), r(5), r(5)),
     "embedding.default": (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), r(7, 3), ints(7, 5)),
     "transpose.int": (lambda x: x.transpose(0, -1), r()),

@@ -37,13 +37,21 @@ def plan_command(
     text = plan.text(explain(planned.captured, plan, planned.reasons))
     if output is not None:
         write_text(output, text)
-    lines = physical_graph(planned.captured, plan) if graph else None
+    shown = physical_graph(planned.captured, plan) if graph else None
     if as_json:
         path = str(output) if output else None
-        found = {"plan": text, "path": path, "workers": plan.num_workers, "rule": plan.rule, "graph": lines}
+        found: dict[str, object] = {
+            "plan": text,
+            "path": path,
+            "workers": plan.num_workers,
+            "rule": plan.rule,
+            "graph": None,
+        }
+        if shown is not None:
+            found |= {"graph": shown.lines, "boxings": shown.boxings, "left_whole": shown.left_whole}
         show_json(found | {"notices": list(planned.notices)})
-    elif lines is not None:
-        sys.stdout.write("\n".join(lines) + "\n")
+    elif shown is not None:
+        sys.stdout.write("\n".join(shown.lines) + "\n")
     elif output is None:
         sys.stdout.write(text)
     else:

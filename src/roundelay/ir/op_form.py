@@ -30,6 +30,11 @@ class Varying:
         return self.number
 
 
+def number_of(size: Any) -> int:
+    """A size as a number; 0 if it may vary with the batch."""
+    return int(size) if isinstance(size, int | Varying) or size.is_number else 0
+
+
 Factor = tuple[int | None, Any]
 """Label, or None for a factor that stays whole; and size, an int or a symbolic one."""
 

@@ -7,18 +7,34 @@ of a cross entropy in the graph, the classes are split, and with them the rows o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from roundelay.errors import counted
 from roundelay.ir.deduction import Row, ShardedOp
-from roundelay.ir.op_form import OpForm
+from roundelay.ir.op_form import OpForm, number_of
 from roundelay.ir.sbp import Signature, Split
 from roundelay.lower.op_rows import Coarser, split_row
+from roundelay.lower.split_paths import Paths, Stop, Walk, is_table
 
 LEAST_CLASSES = 1024
 """With fewer classes, what is computed of a split cross entropy costs less than its exchanges."""
 
 
-def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], workers: int) -> dict[str, Signature]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is split, and why other products are not.
+
+    Args:
+        signatures: of weights.
+        stops: why a product's summed dimension is whole, by its weight.
+    """
+
+    signatures: Mapping[str, Signature]
+    stops: Mapping[str, Stop]
+
+
+def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], workers: int) -> Found:
     """Signatures of weights that split pairs of matrix products with what is between them, and large vocabularies.
 
     Args:
@@ -26,52 +42,64 @@ def megatron(ops: Sequence[ShardedOp], parameters: Mapping[str, Sequence[int]], 
         parameters: their shapes, by name.
         workers: p; nothing is split into fewer parts.
     """
-    by_name = {op.name: op for op in ops}
-    readers: dict[str, list[str]] = {}
-    for op in ops:
-        for name in {*op.form.args, *([op.takes[0]] if op.takes else [])} if op.form.results else ():
-            readers.setdefault(name, []).append(op.name)
-    found: dict[str, Signature] = {}
-    for op in ops:
-        found |= _classes(by_name, parameters, readers, op, workers)
-    found |= _tables(ops, parameters, {tuple(parameters[name]) for name in found})
-    for op in ops:
-        pair = _product_of(op, parameters)
-        if pair is None or pair[1] in found:
-            continue
-        x, weight = pair
-        size = _summed_size(op.form, x)
-        seeds = _followed(by_name, parameters, readers, (op, x, weight), size, workers)
-        if seeds and not seeds.keys() & found.keys():
-            found |= seeds
-    return found
+    return found_on(Paths.of(ops, parameters), parameters, workers)
 
 
-def _classes(
-    by_name: Mapping[str, ShardedOp],
-    parameters: Mapping[str, Sequence[int]],
-    readers: Mapping[str, Sequence[str]],
-    op: ShardedOp,
-    workers: int,
-) -> dict[str, Signature]:
+def found_on(paths: Paths, parameters: Mapping[str, Sequence[int]], workers: int) -> Found:
+    """The same on the paths of a graph."""
+    ops = list(paths.ops.values())
+    classes: dict[str, Signature] = {}
+    for op in ops:
+        classes |= _classes(paths, op, workers)
+    classes |= _tables(ops, parameters, {tuple(parameters[name]) for name in classes})
+    tried = {op.name: tried for op in ops if (tried := _pair(paths, op, workers)) is not None}
+    stops = {name: stop for name, (_, stop) in tried.items() if isinstance(stop, Stop)}
+    walks = {name: walk for name, (_, walk) in tried.items() if isinstance(walk, Walk)}
+    while True:
+        seeds, kept, refused = dict(classes), dict[str, Walk](), dict[str, Stop]()
+        for name, walk in walks.items():
+            if all(seeds.get(weight, own) == own for weight, own in walk.seeds.items()):
+                seeds |= walk.seeds
+                kept[name] = walk
+            else:
+                refused[name] = Stop("what {op} reads is split in another way", name)
+        opened = {name: stop for name, walk in kept.items() if (stop := _opening(paths, walk, kept)) is not None}
+        if not opened:
+            every = stops | refused
+            return Found(seeds, {weight: every[name] for name, (weight, _) in tried.items() if name in every})
+        stops |= opened
+        walks = {name: walk for name, walk in walks.items() if name not in opened}
+
+
+def _classes(paths: Paths, op: ShardedOp, workers: int) -> Mapping[str, Signature]:
     """Signatures of the weights of the product that makes a cross entropy's scores; empty if others read them."""
-    if op.form.over is None:
+    size = scores_of(op.form)
+    if op.form.over is None or size < max(LEAST_CLASSES, workers):
         return {}
     x, dim = op.form.over
-    size = op.form.args[x][dim][-1][1]
-    is_loss = all(len(dims) < len(op.form.args[x]) for dims in op.form.results)
-    if not is_loss or not isinstance(size, int) or size < max(LEAST_CLASSES, workers):
-        return {}
-    seeds: dict[str, Signature] = {}
-    region: dict[str, str] = {x: ""}
-    found = _back(by_name, parameters, x, Split(dim), seeds, region) is True
-    return seeds if found and _is_closed(op, region, readers) else {}
+    walk = Walk({op.name})
+    found = paths.back(x, Split(dim), walk) is None
+    return walk.seeds if found and _opening(paths, walk, {}) is None else {}
 
 
-def _is_closed(op: ShardedOp, region: Mapping[str, str], readers: Mapping[str, Sequence[str]]) -> bool:
-    """Whether nothing but an operation and those before it in a region reads the region's values."""
-    inside = {op.name, *region.values()}
-    return all(reader in inside for value in region for reader in readers.get(value, ()))
+def scores_of(form: OpForm) -> int:
+    """How many classes an operation that is a loss has; 0 if it is none, or they vary with the batch."""
+    if form.over is None:
+        return 0
+    x, dim = form.over
+    size = form.args[x][dim][-1][1]
+    is_loss = all(len(dims) < len(form.args[x]) for dims in form.results)
+    return size if is_loss and isinstance(size, int) else 0
+
+
+def _opening(paths: Paths, walk: Walk, others: Mapping[str, Walk]) -> Stop | None:
+    """Where what is split on a walk is read by something that is on no walk that splits it alike."""
+    for value, split in walk.values.items():
+        for reader in paths.readers.get(value, ()):
+            alike = (other for other in others.values() if reader in other.ops and other.values.get(value) == split)
+            if reader not in walk.ops and next(alike, None) is None:
+                return Stop("{op} also reads what would be split, and needs all of it", reader)
+    return None
 
 
 def _tables(
@@ -82,106 +110,75 @@ def _tables(
         name: Split(0)
         for op in ops
         for name in op.form.args.keys() & parameters.keys()
-        if tuple(parameters[name]) in shapes and _is_table(op.form, name)
+        if tuple(parameters[name]) in shapes and is_table(op.form, name)
     }
 
 
-def _is_table(form: OpForm, name: str) -> bool:
-    """Whether an argument's rows are found only in it: nothing is multiplied with them, and no result has them."""
-    (rows, _), *_ = form.args[name][0]
-    others = [dims for other, dims in form.args.items() if other != name]
-    labels = {label for dims in (*others, *form.results) for factors in dims for label, _ in factors}
-    return rows is not None and rows not in labels
-
-
-def _product_of(op: ShardedOp, parameters: Mapping[str, Sequence[int]]) -> tuple[str, str] | None:
-    """The factors of a product with a weight: the one that is no parameter, and the weight."""
-    for group in op.form.linear:
-        for weight in group & parameters.keys():
-            others = [n for n in op.form.args if n not in parameters and n not in group]
-            if len(parameters[weight]) == 2 and len(others) == 1 and _contracts(op.form, weight):
-                return others[0], weight
-    return None
-
-
-def _contracts(form: OpForm, weight: str) -> bool:
-    labels = {label for factors in form.args[weight] for label, _ in factors if label is not None}
-    kept = {label for dims in form.results for factors in dims for label, _ in factors}
-    return len(labels) == 2 and len(labels - kept) == 1 and not _is_table(form, weight)
-
-
-def _summed_size(form: OpForm, x: str) -> int:
-    return int(form.args[x][-1][-1][1])
-
-
-def _followed(
-    by_name: Mapping[str, ShardedOp],
-    parameters: Mapping[str, Sequence[int]],
-    readers: Mapping[str, Sequence[str]],
-    product: tuple[ShardedOp, str, str],
-    size: int,
-    workers: int,
-) -> dict[str, Signature]:
-    """Signatures of the weights of a pair. The unit grows as it must.
-
-    Empty if the split cannot be followed back, or if what is split on the way is also read by something else.
-    """
-    op, x, weight = product
-    dim, unit = len(op.form.args[x]) - 1, 1
+def _pair(paths: Paths, op: ShardedOp, workers: int) -> tuple[str, Walk | Stop] | None:
+    """The weight of a product, with the walk from its summed dimension back to columns; the unit grows as it must."""
+    product = paths.product_of(op)
+    if product is None:
+        return None
+    x, weight = product
+    size, unit = number_of(op.form.args[x][-1][-1][1]), 1
+    if not size:
+        return paths.made_of[weight], Stop("what {op} sums over varies with the batch", op.name)
     while size // unit >= workers:
-        seeds: dict[str, Signature] = {}
-        row = split_row(op.form, x, Split(dim, 1, unit))
-        if not isinstance(row, Row):
-            return {}
-        seeds[weight] = row.args[weight]
-        region: dict[str, str] = {x: ""}
-        step = _back(by_name, parameters, x, Split(dim, 1, unit), seeds, region)
-        if step is True:
-            return seeds if len(seeds) > 1 and _is_closed(op, region, readers) else {}
-        if step is False:
-            return {}
-        unit *= step
-    return {}
+        step = _followed(paths, op, product, unit)
+        if not isinstance(step, Coarser):
+            return paths.made_of[weight], step
+        unit *= step.times
+    return paths.made_of[weight], _few(size, unit, workers, op)
 
 
-def _back(
-    by_name: Mapping[str, ShardedOp],
-    parameters: Mapping[str, Sequence[int]],
-    value: str,
-    split: Split,
-    seeds: dict[str, Signature],
-    region: dict[str, str],
-) -> bool | int:
-    """Follow a split back to columns of weights. False if it leads elsewhere; a number if the unit must be larger.
+def _few(size: int, unit: int, workers: int, op: ShardedOp) -> Stop:
+    what = f"{size // unit} heads or blocks of {unit} numbers" if unit > 1 else counted(size, "number")
+    return Stop(f"its {what} at {{op}} cannot be divided among {workers} workers", op.name)
 
-    Every value on the way is noted in ``region`` with the operation that makes it.
-    """
-    if region.get(value):
-        return True
-    op, number = by_name.get(value), 0
-    if op is not None and op.takes is not None:
-        region[value] = op.name
-        value, number = op.takes
-        op = by_name.get(value)
-    if op is None:
-        return False
-    region[value] = op.name
-    row = split_row(op.form, number, split)
-    if isinstance(row, Coarser):
-        return row.times
-    if row is None:
-        return False
-    product = _product_of(op, parameters)
-    for name, wanted in row.args.items():
-        if not isinstance(wanted, Split):
-            continue
-        if name in parameters:
-            if seeds.setdefault(name, wanted) != wanted:
-                return False
-        elif product is None:
-            step = _back(by_name, parameters, name, wanted, seeds, region)
-            if step is not True:
-                return step
-        else:
-            return False  # the rows of a product are split, not its columns
-    return product is not None or any(isinstance(own, Split) for own in row.args.values())
+
+def _followed(paths: Paths, op: ShardedOp, product: tuple[str, str], unit: int) -> Walk | Stop | Coarser:
+    x, weight = product
+    split = Split(len(op.form.args[x]) - 1, 1, unit)
+    row = split_row(op.form, x, split)
+    own = row.args[weight] if isinstance(row, Row) else None
+    if not isinstance(own, Split):
+        return Stop("no signature of {op} splits what it sums over", op.name)
+    walk = Walk({op.name})
+    for value, wanted in ((weight, own), (x, split)):
+        step = paths.back(value, wanted, walk)
+        if step is not None:
+            return step
+    if walk.columns:
+        return walk
+    return Stop("what {op} sums over is made by no product's columns", op.name)
+
+
+def columns_stop(paths: Paths, op: ShardedOp, found: Found, workers: int) -> Stop:
+    """Why the columns of a product are whole: where what they make is first something that no signature splits."""
+    dim, unit = len(op.form.results[0]) - 1, 1
+    size = number_of(op.form.results[0][dim][-1][1])
+    while size // unit >= workers:
+        step = next(_ahead(paths, op.name, Split(dim, 1, unit), found, {op.name}), None)
+        if not isinstance(step, Coarser):
+            return step or Stop("nothing sums over what {op} makes", op.name)
+        unit *= step.times
+    return _few(size, unit, workers, op)
+
+
+def _ahead(paths: Paths, value: str, split: Split, found: Found, seen: set[str]) -> Iterator[Stop | Coarser]:
+    for reader in paths.readers.get(value, ()):
+        op = paths.ops[reader]
+        product, row = paths.product_of(op), split_row(op.form, value, split) if op.takes is None else None
+        results = row.results if isinstance(row, Row) else (split,) * (op.takes is not None)
+        if isinstance(row, Coarser):
+            yield row
+        elif 0 < scores_of(op.form) < LEAST_CLASSES:
+            few = f"the {scores_of(op.form)} classes of {{op}} are fewer than {LEAST_CLASSES}"
+            yield Stop(f"{few}: parts of them would cost more than they save", reader)
+        elif not results:
+            yield Stop("no signature of {op} splits it", reader)
+        elif product is not None and value == product[0] and not isinstance(results[0], Split):
+            yield from [found.stops[name] for name in [paths.made_of[product[1]]] if name in found.stops]
+        elif reader not in seen and isinstance(results[0], Split):
+            seen.add(reader)
+            yield from _ahead(paths, reader, results[0], found, seen)

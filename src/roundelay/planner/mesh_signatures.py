@@ -113,8 +113,7 @@ def tensor_parallel(facts: MeshFacts, parts: int) -> dict[str, Signature]:
     Raises:
         PlanError: nothing in the model can be split so.
     """
-    shapes = {place: facts.graph.parameters[name].shape for name, place in facts.places.items()}
-    found = megatron(facts.ops, shapes, parts)
+    found = megatron(facts.ops, shapes_of(facts), parts).signatures
     if not found:
         raise PlanError(
             f"--tensor-parallel {parts}",
@@ -126,11 +125,21 @@ def tensor_parallel(facts: MeshFacts, parts: int) -> dict[str, Signature]:
     return with_patterns({names[place]: signature for place, signature in found.items()}, list(facts.graph.parameters))
 
 
+def shapes_of(facts: MeshFacts) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters, by place."""
+    return {place: facts.graph.parameters[name].shape for name, place in facts.places.items()}
+
+
+def as_pattern(name: str) -> str:
+    """A path with ``*`` in place of its numbers."""
+    return ".".join("*" if step.isdecimal() else step for step in name.split("."))
+
+
 def with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
     """Signatures by pattern, with ``*`` in place of numbers, where all that match a pattern have the same one."""
     result: dict[str, Signature] = {}
     for name, signature in found.items():
-        pattern = ".".join("*" if step.isdecimal() else step for step in name.split("."))
+        pattern = as_pattern(name)
         alike = all(found.get(other) == signature for other in every if fnmatchcase(other, pattern))
         result[pattern if alike else name] = signature
     return result

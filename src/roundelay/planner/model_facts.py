@@ -15,7 +15,7 @@ import msgspec
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import ShardedOp
 from roundelay.ir.graph import Graph, Profile
-from roundelay.ir.op_form import Dims, OpForm, Varying
+from roundelay.ir.op_form import Dims, OpForm, Varying, number_of
 from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.planner.kept_bytes import SavedStorages
@@ -155,4 +155,4 @@ def _plain(size: Any) -> int | Varying:
     """A size as a number, or as one that may vary; torch's and JSON's own forms of the latter included."""
     if isinstance(size, int | Varying):
         return size
-    return Varying(**size) if isinstance(size, dict) else Varying(str(size), int(size) if size.is_number else 0)
+    return Varying(**size) if isinstance(size, dict) else Varying(str(size), number_of(size))

@@ -4,26 +4,51 @@
 
     stage 0 on workers 0, 1 (tensor = 2)
       segment 0: 12 operations, embedding to linear_3
-        add_5_box: P>B by reduce-scatter(0),all-gather(0) over tensor, 65536 bytes of add_5; each sends 65536
+        add_5_box: P>B of add_5, 65536 bytes over tensor by reduce-scatter(0),all-gather(0); each sends up to 65536
+    left whole: pos.weight: by columns: ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import GRADIENT_PARTS, WEIGHT_BACKWARD, WEIGHT_FORWARD, ExchangePlan
+from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_BACKWARD, WEIGHT_FORWARD, ExchangePlan
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
+from roundelay.ir.residence import LOW
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.partition import partition
-from roundelay.planning.on_mesh import on_mesh
+from roundelay.planner.left_whole import by_pattern, left_whole
+from roundelay.planning.on_mesh import mesh_facts, on_mesh, without_writes_of
+
+LEGEND = (
+    "S(1): split along dimension 1; S(1/3*64): each of its 3 blocks, in units of 64; B: whole on each worker; P: the "
+    "sum of what workers have; P(max): the largest of it. S(1)>B: an exchange that makes the second of the first"
+)
 
 
-def physical_graph(captured: Captured, plan: Plan) -> list[str]:
-    """The lines of a plan's physical graph.
+@dataclass(frozen=True, slots=True)
+class PhysicalGraph:
+    """A plan's physical graph.
+
+    Args:
+        lines: as text.
+        boxings: each with what is boxed, ``from`` and ``to`` which signature, the ``axis``, ``when`` in each forward or
+            backward, ``by`` which phases, its ``bytes``, and how many a worker ``sends`` at most.
+        left_whole: why weights of two dimensions or more are whole on each worker, by name.
+    """
+
+    lines: Sequence[str]
+    boxings: Sequence[Mapping[str, str | int]]
+    left_whole: Mapping[str, str]
+
+
+def physical_graph(captured: Captured, plan: Plan) -> PhysicalGraph:
+    """A plan's physical graph.
 
     Args:
         captured: the model, on no mesh.
@@ -31,7 +56,13 @@ def physical_graph(captured: Captured, plan: Plan) -> list[str]:
     """
     boxed = on_mesh(captured, plan)
     stages = partition(boxed.graph, [stage.segments for stage in plan.stages], plan.recompute)
-    return [line for spec in stages.stages for line in _of_stage(boxed, plan, spec)]
+    lines = [line for spec in stages.stages for line in _of_stage(boxed, plan, spec)]
+    if boxed.sharding is None:
+        return PhysicalGraph(lines, (), {})
+    whole = left_whole(mesh_facts(without_writes_of(captured)), boxed.sharding.parameters, plan.mesh_size)
+    told = [f"left whole: {name}: {why}" for name, why in by_pattern(whole).items()]
+    boxings = [_boxing(boxed, exchange, plan.mesh) for exchange in plan.exchanges if exchange.value]
+    return PhysicalGraph([LEGEND, *lines, *told], boxings, whole)
 
 
 def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
@@ -46,9 +77,13 @@ def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
             yield f"  segment {i}: {counted(len(ops), 'operation')}, {ops[0].name} to {ops[-1].name}"
         for exchange in own:
             if exchange.value and exchange.segment == i:
-                yield f"    {_boxing(captured, exchange, axes)}"
+                one = _boxing(captured, exchange, axes)
+                moved = f"{one['from']}>{one['to']} of {one['value']}, {_moved(exchange, axes)}"
+                yield f"    {exchange.value}: {moved}, {one['when']}"
             elif exchange.kind in _OF_SEGMENTS and exchange.segment == i:
-                yield f"    {_OF_SEGMENTS[exchange.kind]}: {_moved(exchange, axes)}"
+                dtype = LOW.get(plan.precision, "")
+                cast = f"cast to {dtype}, " if exchange.kind in USED and dtype in exchange.dtypes else ""
+                yield f"    {_OF_SEGMENTS[exchange.kind]}: {cast}{_moved(exchange, axes)}"
     for edge in plan.edges:
         if edge.source == spec.stage:
             yield f"  to stage {edge.target}: {edge.forward_bytes} bytes forward, {edge.backward_bytes} back"
@@ -66,16 +101,28 @@ _OF_SEGMENTS = {
 """What is exchanged of a segment with every micro-batch, by kind."""
 
 
-def _boxing(captured: Captured, exchange: ExchangePlan, axes: Mapping[str, int]) -> str:
+def _boxing(captured: Captured, exchange: ExchangePlan, axes: Mapping[str, int]) -> dict[str, str | int]:
     back = exchange.kind == "boxed-gradient"
     source, target = captured.boxing(exchange.value, gradient=back)
     (value,) = (op.reads[0] for op in captured.graph.ops if op.name == exchange.value)
-    what = f"the gradient of {value}" if back else value
-    return f"{exchange.value}: {source}>{target} of {what}, {_moved(exchange, axes)}"
+    when = f"before segment {exchange.segment} in each backward" if back else ""
+    return {
+        "value": f"the gradient of {value}" if back else value,
+        "from": str(source),
+        "to": str(target),
+        "axis": exchange.axis,
+        "when": when or f"after segment {exchange.segment} in each forward",
+        "by": ",".join(map(str, exchange.phases)),
+        "bytes": exchange.num_bytes,
+        "sends": _sends(exchange, axes),
+    }
 
 
 def _moved(exchange: ExchangePlan, axes: Mapping[str, int]) -> str:
-    holders = axes[exchange.axis]
-    most = max(sum(exchange.bytes_sent(holders, position)) for position in range(holders))
     by = ",".join(map(str, exchange.phases))
-    return f"{exchange.num_bytes} bytes over {exchange.axis} by {by}; each sends up to {most}"
+    return f"{exchange.num_bytes} bytes over {exchange.axis} by {by}; each sends up to {_sends(exchange, axes)}"
+
+
+def _sends(exchange: ExchangePlan, axes: Mapping[str, int]) -> int:
+    holders = axes[exchange.axis]
+    return max(sum(exchange.bytes_sent(holders, position)) for position in range(holders))

@@ -59,7 +59,8 @@ def _rule(target: Any) -> Rule | None:
         return _RULES.get(target)
     if target._schema.is_mutable:
         return None
-    return _RULES.get(target, pointwise if torch.Tag.pointwise in target.tags else None)
+    usual = pointwise if torch.Tag.pointwise in target.tags else None
+    return _RULES.get(target) or _RULES.get(str(target), usual)  # by name, one that a library registers
 
 
 def _unknown(node: Node) -> NodeForm:

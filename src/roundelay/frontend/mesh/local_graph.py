@@ -161,9 +161,11 @@ def _converted(has: Signature, wanted: Signature, at: MeshRank, size: int) -> St
 
 def _localise(local: Node, node: Node, form: OpForm, row: Row, split: Split, at: MeshRank) -> None:
     """Give an operation whose result is split the sizes of its part."""
-    if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
-        _localise_blocks(local, node, split, at)
+    if node.target in _IN_PARTS:
+        _localise_blocks(local, node, row, at)
         return
+    if node.target in (aten.slice.Tensor, aten.narrow.default):
+        _localise_slice(local, node, split, at)
     if node.target in _SQUEEZES:
         ones = [d for d, size in enumerate(shape_of(node.args[0]) or ()) if size == 1]  # type: ignore[arg-type]
         local.target, local.args = aten.squeeze.dims, (local.args[0], _squeezed(node, ones))
@@ -218,16 +220,27 @@ def _first_of_sizes(node: Node) -> int:
     return int(node.args[1]) % len(shape_of(node.args[0]) or ())  # type: ignore[arg-type]
 
 
-def _localise_blocks(local: Node, node: Node, split: Split, at: MeshRank) -> None:
-    """Where the blocks themselves are split, they become smaller."""
-    shape = shape_of(node.args[0]) or ()  # type: ignore[arg-type]
+_IN_PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+
+
+def _localise_blocks(local: Node, node: Node, row: Row, at: MeshRank) -> None:
+    """Where a dimension that is taken apart is split, its parts become smaller."""
+    shape, shapes = shape_of(node.args[0]) or (), [part.shape for part in node.meta["val"]]  # type: ignore[arg-type]
     dim = int(node.args[2] if len(node.args) > 2 else 0) % len(shape)  # type: ignore[arg-type]
-    if dim != split.dim:
-        return
-    blocks = node.meta["val"]
-    size = _local(node, split, blocks[0].shape[dim], at)
-    sizes = size if node.target is aten.split.Tensor else [size] * len(blocks)
-    local.args = (local.args[0], sizes, *local.args[2:])
+    splits = [own for own in row.results if isinstance(own, Split) and own.dim == dim]
+    if len(splits) == len(shapes):
+        sizes = [_local(node, own, size[dim], at) for own, size in zip(splits, shapes, strict=True)]
+        local.target, local.args = aten.split_with_sizes.default, (local.args[0], sizes, dim)
+
+
+def _localise_slice(local: Node, node: Node, split: Split, at: MeshRank) -> None:
+    """Where some of a dimension is taken and that is split, there is less in front of it and of it."""
+    whole, part = shape_of(node.args[0]) or (), shape_of(node) or ()  # type: ignore[arg-type]
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(whole)  # type: ignore[arg-type]
+    if dim == split.dim and (whole != part or node.target is aten.narrow.default):
+        size, start = _local(node, split, part[dim], at), int(node.args[2] or 0)  # type: ignore[arg-type]
+        begin = max(0, start + whole[dim] * (start < 0)) * size // part[dim]
+        local.target, local.args = aten.narrow.default, (local.args[0], dim, begin, size)
 
 
 def _local(node: Node, split: Split, size: Any, at: MeshRank) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.fx import Node
 from roundelay.frontend.mesh.sharding_rules_base import (
     NodeForm,
     Rule,
+    aligned,
     along,
     arg_shape,
     argument,
@@ -22,21 +25,37 @@ from roundelay.frontend.mesh.sharding_rules_base import (
     result_shape,
     result_shapes,
     shape_of,
+    tensors_of,
     unlabelled,
+    whole_along,
+    whole_args,
 )
 from roundelay.ir.op_form import Dims
 
 aten = torch.ops.aten
 
 
-def _narrow(node: Node) -> NodeForm:
-    return along(node, int(argument(node, 1, 0)))
-
-
 def _slice(node: Node) -> NodeForm:
-    """As ``narrow``; often it is the whole tensor."""
-    _, own = first_tensor(node)
-    return along(node) if result_shape(node) == own else _narrow(node)
+    """Some of a dimension, often all of it; ``narrow`` likewise."""
+    x, own = first_tensor(node)
+    result, dim = result_shape(node), dim_argument(node, 1, len(own))
+    if result == own and node.target is aten.slice.Tensor:
+        return along(node)
+    start = argument(node, 2)
+    begin = 0 if start is None else start
+    known = all(isinstance(size, int) for size in (begin, own[dim], result[dim])) and argument(node, 4, 1) == 1
+    if not known or not result[dim]:
+        return along(node, dim)
+    block = math.gcd(own[dim], max(0, begin + own[dim] * (begin < 0)), result[dim])
+    return NodeForm({x: _in_blocks(own, dim, block)}, (_in_blocks(result, dim, block),), (frozenset([x]),))
+
+
+def _in_blocks(shape: Sequence[Any], dim: int, block: int) -> Dims:
+    """Each dimension has its number as label, that one within blocks of this size."""
+    dims = list(numbered(shape))
+    if shape[dim] != block:
+        dims[dim] = ((None, shape[dim] // block), (dim, block))
+    return tuple(dims)
 
 
 def _select(node: Node) -> NodeForm:
@@ -48,13 +67,15 @@ def _select(node: Node) -> NodeForm:
 
 
 def _split_sizes(node: Node) -> NodeForm:
-    """Equal blocks of a dimension: each result has the labels of a block."""
+    """Consecutive parts of a dimension: all are split within blocks whose size divides theirs."""
     (x, own), shapes = first_tensor(node), result_shapes(node)
     dim = dim_argument(node, 2, len(own))
-    if len(set(shapes)) > 1:
+    sizes = [shape[dim] for shape in shapes]
+    if len(set(sizes)) > 1 and not all(isinstance(size, int) for size in sizes):
         return along(node, dim)
-    blocks = tuple(((None, len(shapes)), (d, shapes[0][d])) if d == dim else ((d, own[d]),) for d in range(len(own)))
-    return NodeForm({x: blocks}, tuple(map(numbered, shapes)), (frozenset([x]),))
+    block = sizes[0] if len(set(sizes)) == 1 else math.gcd(*sizes)
+    of_x = numbered(own) if len(sizes) == 1 else _in_blocks(own, dim, block)
+    return NodeForm({x: of_x}, tuple(_in_blocks(shape, dim, block) for shape in shapes), (frozenset([x]),))
 
 
 def _getitem(node: Node) -> NodeForm | None:
@@ -150,6 +171,42 @@ def _gather(node: Node) -> NodeForm | None:
     return NodeForm({x: of_x, index: numbered(shape, *whole)}, (numbered(shape, *whole),), (frozenset([x]),))
 
 
+def _take_along_dim(node: Node) -> NodeForm | None:
+    (x, own), index, dim = first_tensor(node), node.args[1], argument(node, 2)
+    if not isinstance(index, Node) or index is x or dim is None or not own:
+        return None
+    shape, whole = result_shape(node), int(dim) % len(own)
+    args = {x: aligned(own, shape), index: aligned(arg_shape(index), shape)}
+    return whole_along(NodeForm(args, (numbered(shape),), (frozenset([x]),)), [whole])
+
+
+def _scatter(node: Node) -> NodeForm | None:
+    """Values replace, or are added to, what an index names along a dimension; of the others there may be less."""
+    (x, own), index, values = first_tensor(node), node.args[2], node.args[3]
+    if not own or len({x, index, values}) < 3:
+        return None
+    alike = [arg for arg in tensors_of(node) if len(arg_shape(arg)) == len(own)]
+    less = [d for d in range(len(own)) if any(arg_shape(arg)[d] != own[d] for arg in alike)]
+    whole = [dim_argument(node, 1, len(own)), *less]
+    args = whole_args(node) | {arg: numbered(arg_shape(arg), *whole) for arg in alike}
+    return NodeForm(args, (numbered(own, *whole),), (frozenset([x, values]),) if isinstance(values, Node) else ())
+
+
+def _index_put(node: Node) -> NodeForm | None:
+    """The first dimensions are indexed, and stay whole."""
+    (x, own), values, listed = first_tensor(node), node.args[2], list(node.args[1])  # type: ignore[arg-type]
+    first, given = len(listed), [index for index in listed if isinstance(index, Node)]
+    whole = len(given) == first and not any(index.meta["val"].dtype is torch.bool for index in given)
+    if not isinstance(values, Node) or not whole or len({x, values, *given}) < 2 + len(set(given)):
+        return None
+    behind, shape = len(own) - first, arg_shape(values)
+    head, tail = (shape[: len(shape) - behind], shape[len(shape) - behind :]) if len(shape) > behind else ((), shape)
+    of_values = unlabelled(head) + aligned(tail, own[first:], range(first, len(own)))
+    dims = numbered(own, *range(first))
+    args = {index: unlabelled(arg_shape(index)) for index in given} | {x: dims, values: of_values}
+    return NodeForm(args, (dims,), (frozenset([x, values]),))
+
+
 def _one_hot(node: Node) -> NodeForm:
     x, own = first_tensor(node)
     return NodeForm({x: numbered(own)}, (numbered(result_shape(node), -1),))
@@ -175,7 +232,7 @@ def _embedding(node: Node) -> NodeForm | None:
 
 INDEXING: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
-    aten.narrow.default: _narrow,
+    aten.narrow.default: _slice,
     aten.select.int: _select,
     aten.unbind.int: _select,
     aten.split.Tensor: _split_sizes,
@@ -190,5 +247,12 @@ INDEXING: dict[Any, Rule] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
+    aten.take_along_dim.default: _take_along_dim,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.index_add.default: _scatter,
+    aten.index_copy.default: _scatter,
+    aten.index_put.default: _index_put,
     aten.one_hot.default: _one_hot,
 }

@@ -34,8 +34,9 @@ def pointwise(node: Node) -> NodeForm:
 
 
 def _as_type(node: Node) -> NodeForm:
-    """The first argument alone counts; of another, the type is read."""
-    return along(node)._replace(linear=_linear_groups(node))
+    """The first argument alone counts: of another the type is read, which every part of it has."""
+    form = along(node)
+    return form._replace(args={first_tensor(node)[0]: form.results[0]}, linear=_linear_groups(node))
 
 
 def _dropout(node: Node) -> NodeForm:
@@ -44,12 +45,22 @@ def _dropout(node: Node) -> NodeForm:
     return along(node, *varying(own))
 
 
+def _prelu(node: Node) -> NodeForm | None:
+    """One slope for each channel, the second dimension, or one for all."""
+    (x, own), slopes = first_tensor(node), node.args[1]
+    if not isinstance(slopes, Node) or slopes is x or not own:
+        return None
+    return NodeForm(
+        {x: numbered(own), slopes: aligned(arg_shape(slopes), own[:2], [*range(2)][: len(own)])}, (numbered(own),)
+    )
+
+
 _LINEAR_IN_FIRST = {
     aten.neg.default, aten.alias.default, aten.clone.default, aten.detach.default, aten.to.dtype, aten.to.dtype_layout,
     aten.to.device, aten._to_copy.default, aten.contiguous.default, aten.lift_fresh_copy.default,
     aten.type_as.default, widened,
 }  # fmt: skip
-_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 _PRODUCTS = {aten.mul.Tensor}
 _QUOTIENTS = {aten.div.Tensor}
 
@@ -91,6 +102,11 @@ POINTWISE: dict[Any, Rule] = {
     aten.lift_fresh_copy.default: pointwise,
     aten.__and__.Tensor: pointwise,
     aten.__or__.Tensor: pointwise,
+    aten.rsub.Tensor: pointwise,
+    aten.floor_divide.default: pointwise,
+    aten.hardswish.default: pointwise,
+    aten.log_sigmoid.default: pointwise,
+    aten.prelu.default: _prelu,
     aten.where.ScalarOther: pointwise,
     aten.where.ScalarSelf: pointwise,
 }

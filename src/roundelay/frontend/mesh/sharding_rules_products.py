@@ -21,6 +21,7 @@ from roundelay.frontend.mesh.sharding_rules_base import (
     unlabelled,
     varying,
     whole_along,
+    whole_args,
 )
 from roundelay.frontend.stages.keyed_rng import keyed_attention
 from roundelay.ir.op_form import Dims
@@ -64,19 +65,51 @@ def _matmul(node: Node) -> NodeForm | None:
     return _product(node, *node.args[:2])
 
 
+def _grouped_product(node: Node) -> NodeForm | None:
+    """X (rows, k) times one of w (experts, k, n) for each group of rows, which end where the third argument says."""
+    x, w = node.args[:2]
+    if not isinstance(x, Node) or not isinstance(w, Node) or len(arg_shape(x)) != 2 or len(arg_shape(w)) != 3:
+        return None
+    k, n = 0, 1
+    args = whole_args(node) | {x: labelled(arg_shape(x), [None, k]), w: labelled(arg_shape(w), [None, k, n])}
+    return NodeForm(args, (labelled(result_shape(node), [None, n]),), (frozenset([x]), frozenset([w])))
+
+
+def _outer(node: Node) -> NodeForm | None:
+    return _with_labels(node, list(node.args[:2]), [[0], [1]], [0, 1])
+
+
+def _tensordot(node: Node) -> NodeForm | None:
+    """The dimensions that two arguments list go together and are summed."""
+    x, y, *listed = node.args
+    if not isinstance(x, Node) or not isinstance(y, Node):
+        return None
+    ranks = len(arg_shape(x)), len(arg_shape(y))
+    pairs = [(int(i) % ranks[0], int(j) % ranks[1]) for i, j in zip(*listed, strict=True)]
+    of_y = [next((i for i, j in pairs if j == d), ranks[0] + d) for d in range(ranks[1])]
+    kept = [label for label in (*range(ranks[0]), *of_y) if label not in {i for i, _ in pairs}]
+    return _with_labels(node, [x, y], [[*range(ranks[0])], of_y], kept)
+
+
+def _with_labels(node: Node, tensors: list[Any], terms: list[list[int]], result: list[int]) -> NodeForm | None:
+    """Linear in each of several tensors; None where one occurs twice, or repeats a dimension of size 1."""
+    if len(set(tensors)) < len(tensors):
+        return None
+    args = {x: labelled(arg_shape(x), term) for x, term in zip(tensors, terms, strict=True)}
+    sizes = {factor for dims in args.values() for factors in dims for factor in factors}
+    if len({label for label, _ in sizes}) < len(sizes):
+        return None
+    return NodeForm(args, (labelled(result_shape(node), result),), tuple(frozenset([x]) for x in args))
+
+
 def _einsum(node: Node) -> NodeForm | None:
     """Every letter is a label."""
     equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    once = all(len(set(term)) == len(term) for term in terms) and len(set(tensors)) == len(tensors)
-    if not arrow or "." in equation or not once:
+    if not arrow or "." in equation or not all(len(set(term)) == len(term) for term in terms):
         return None
-    args = {x: labelled(arg_shape(x), list(map(ord, term))) for x, term in zip(tensors, terms, strict=True)}
-    sizes = {factor for dims in args.values() for factors in dims for factor in factors}
-    if len({label for label, _ in sizes}) < len(sizes):  # a dimension of size 1 is repeated
-        return None
-    return NodeForm(args, (labelled(result_shape(node), list(map(ord, right))),), tuple(frozenset([x]) for x in args))
+    return _with_labels(node, tensors, [list(map(ord, term)) for term in terms], list(map(ord, right)))
 
 
 def _convolution(node: Node, *, transposed: bool = False) -> NodeForm | None:
@@ -131,7 +164,12 @@ PRODUCTS: dict[Any, Rule] = {
     aten.bmm.default: _matmul,
     aten.mv.default: _matmul,
     aten.dot.default: _matmul,
+    aten.addmv.default: _addmm,
+    aten.outer.default: _outer,
+    aten.tensordot.default: _tensordot,
     aten.einsum.default: _einsum,
+    aten._grouped_mm.default: _grouped_product,
+    "transformers.grouped_mm_fallback.default": _grouped_product,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution,
@@ -139,6 +177,7 @@ PRODUCTS: dict[Any, Rule] = {
     aten.conv3d.default: _convolution,
     aten.conv3d.padding: _convolution,
     aten.conv_transpose1d.default: partial(_convolution, transposed=True),
+    aten.conv_transpose3d.input: partial(_convolution, transposed=True),
     aten.conv_transpose2d.input: partial(_convolution, transposed=True),
     aten.scaled_dot_product_attention.default: _attention,
     keyed_attention: _attention,

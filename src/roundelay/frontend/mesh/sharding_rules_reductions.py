@@ -70,11 +70,12 @@ def _group_norm(node: Node) -> NodeForm:
 
 
 def _batch_norm(node: Node) -> NodeForm | None:
-    """Channels go together; in training they are all that can be split, unless statistics are written."""
+    """Channels go together, and in training nothing else, or each row of an instance norm; None if it writes."""
     (x, own), training = first_tensor(node), bool(node.args[5])
     if training and isinstance(node.args[3], Node):
         return None
-    dims = numbered(own, *others(len(own), 1)) if training else numbered(own)
+    whole = range(2, len(own)) if node.target is aten.instance_norm.default else others(len(own), 1) * training
+    dims = numbered(own, *whole)
     args = {arg: labelled(arg_shape(arg), [1]) for arg in tensors_of(node) if arg is not x}
     return NodeForm({**args, x: dims}, (dims,))
 
@@ -134,6 +135,9 @@ REDUCTIONS: dict[Any, Rule] = {
     aten.roll.default: partial(_along_listed, at=2, default=()),
     aten.sort.default: partial(_along_listed, linear=False),
     aten.topk.default: partial(_along_listed, at=2, linear=False),
+    aten.argsort.default: partial(_along_listed, linear=False),
+    aten.cummax.default: partial(_along_listed, linear=False),
+    aten.cummin.default: partial(_along_listed, linear=False),
     aten.tril.default: partial(_along_last, last=2),
     aten.triu.default: partial(_along_last, last=2),
     aten.pad.default: _pad,
@@ -143,12 +147,19 @@ REDUCTIONS: dict[Any, Rule] = {
     aten.avg_pool2d.default: partial(_along_last, last=2),
     aten.adaptive_avg_pool1d.default: partial(_along_last, last=1),
     aten.adaptive_avg_pool2d.default: partial(_along_last, last=2),
+    aten.max_pool3d.default: partial(_along_last, last=3, linear=False),
+    aten.avg_pool3d.default: partial(_along_last, last=3),
+    aten.adaptive_avg_pool3d.default: partial(_along_last, last=3),
+    aten.adaptive_max_pool1d.default: partial(_along_last, last=1, linear=False),
+    aten.adaptive_max_pool2d.default: partial(_along_last, last=2, linear=False),
+    aten.adaptive_max_pool3d.default: partial(_along_last, last=3, linear=False),
     aten.upsample_nearest2d.vec: partial(_along_last, last=2),
     aten.upsample_bilinear2d.vec: partial(_along_last, last=2),
     aten.layer_norm.default: _layer_norm,
     aten.rms_norm.default: _layer_norm,
     aten.group_norm.default: _group_norm,
     aten.batch_norm.default: _batch_norm,
+    aten.instance_norm.default: _batch_norm,
     aten.sum.default: _reduced,
     aten.sum.dim_IntList: _reduced,
     aten.mean.dim: _reduced,
@@ -164,6 +175,12 @@ REDUCTIONS: dict[Any, Rule] = {
     aten.var.correction: _reduced,
     aten.std.dim: _reduced,
     aten.std.correction: _reduced,
+    aten.var_mean.dim: _reduced,
+    aten.var_mean.correction: _reduced,
+    aten.std_mean.dim: _reduced,
+    aten.std_mean.correction: _reduced,
+    aten.argmin.default: _reduced,
+    aten.median.dim: _reduced,
     aten.prod.dim_int: _reduced,
     aten.logsumexp.default: _reduced,
     aten.linalg_vector_norm.default: partial(_reduced, at=2),
@@ -172,5 +189,8 @@ REDUCTIONS: dict[Any, Rule] = {
     aten.mse_loss.default: _pair_loss,
     aten.l1_loss.default: _pair_loss,
     aten.smooth_l1_loss.default: _pair_loss,
+    aten.huber_loss.default: _pair_loss,
+    aten.kl_div.default: _pair_loss,
+    aten.binary_cross_entropy.default: partial(_pair_loss, at=3),
     aten.binary_cross_entropy_with_logits.default: partial(_pair_loss, at=4),
 }

@@ -131,10 +131,22 @@ def _swapped(node: Node, a: int, b: int) -> NodeForm:
 
 def _movedim(node: Node) -> NodeForm:
     ndim = len(result_shape(node))
-    source, target = dim_argument(node, 1, ndim), dim_argument(node, 2, ndim)
-    order = others(ndim, source)
-    order.insert(target, source)
-    return _permuted(node, order)
+    listed: list[Any] = [[arg] if isinstance(arg, int) else arg for arg in node.args[1:3]]
+    moved = {int(new) % ndim: int(old) % ndim for old, new in zip(*listed, strict=True)}
+    rest = iter(others(ndim, *moved.values()))
+    return _permuted(node, [moved[d] if d in moved else next(rest) for d in range(ndim)])
+
+
+def _pixel_shuffle(node: Node) -> NodeForm:
+    """Channels go in squares of side r to places: what is split is the channels of the result, or the larger places."""
+    (x, own), shape, r = first_tensor(node), result_shape(node), int(node.args[1])  # type: ignore[arg-type]
+    few, many = (shape, own) if node.target is aten.pixel_shuffle.default else (own, shape)
+    first = len(own) - 3
+    deep = (*numbered(many)[:first], ((first, few[first]), (None, r * r)), *numbered(many)[first + 1 :])
+    sides = [((d, many[d]), (None, r)) for d in range(first + 1, len(own))]
+    flat = (*numbered(few)[: first + 1], *sides)
+    dims = (deep, flat) if few is shape else (flat, deep)
+    return NodeForm({x: dims[0]}, (dims[1],), (frozenset([x]),))
 
 
 def _expand(node: Node) -> NodeForm:
@@ -192,8 +204,13 @@ VIEWS: dict[Any, Rule] = {
     aten.mT.default: partial(_swapped, a=-2, b=-1),
     aten.permute.default: _permute,
     aten.movedim.int: _movedim,
+    aten.movedim.intlist: _movedim,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_unshuffle.default: _pixel_shuffle,
     aten.expand.default: _expand,
+    aten.broadcast_to.default: _expand,
     aten.expand_as.default: _expand_as,
     aten.repeat.default: _repeat,
+    aten.tile.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
 }
