@@ -63,6 +63,14 @@ class PredictedWeights:
             self._cached[opcode] = key, equal[0] if equal else self._predict(version, distance)
         return self._cached[opcode][1]
 
+    def cached(self) -> list[Tensors]:
+        """Return the predicted weights that are kept."""
+        return [weights for _, weights in self._cached.values()]
+
+    def kept(self) -> list[torch.Tensor | None]:
+        """Return what is kept of every parameter's last update."""
+        return [tensor for last in self.last.values() for tensor in (last.displacement, last.gradient)]
+
     def clear(self) -> None:
         """Drop cached predictions, after an update."""
         self._cached = {}

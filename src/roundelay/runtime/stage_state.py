@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
+from roundelay.checkpoint.shards import Shard
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
@@ -23,9 +24,11 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.stage import StageSpec
 from roundelay.ir.work import Work
 from roundelay.job import Job
+from roundelay.observe.state_digest import Sums, sums_of
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
+from roundelay.runtime.held_bytes import GATHERED, GRADIENTS, STATES, WEIGHTS, HeldBytes
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.moving_state import Carried, MovingState
 from roundelay.runtime.older_versions import OlderVersions
@@ -113,6 +116,8 @@ class Stage:
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
+        #: the most bytes of its tensors so far
+        self.held_bytes = HeldBytes()
         self.owned.drop()
 
     def part_of(self, run: Run) -> StageFunction:
@@ -146,6 +151,7 @@ class Stage:
             self._older.hold_from(run.keep)
             self.in_flight.record_forward(run, header, weights)
             self.in_flight.record_buffers(header, self.buffers)
+        self._count_bytes()
         self.owned.drop()
         return outputs
 
@@ -169,9 +175,10 @@ class Stage:
         """
         tape = self.tapes[run.g].pop()
         of_inputs, of_parameters = self.part_of(run).backward(tape, grads, self.weights(run))
-        self.owned.drop()
         of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters)
+        self._count_bytes()
+        self.owned.drop()
         if self.halved:
             self.debts.setdefault(run.g, []).extend(tape.debt)
         if run.instruction.runs_first:
@@ -247,6 +254,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         self.steps.give(self.gradients.whole(norm))
+        self._count_bytes()
         if self._moves:
             self._older.release(version)
         self._older.keep(version, self.parameters, saved=saved)
@@ -257,6 +265,8 @@ class Stage:
         self.steps.step(self._predictions.watching())
         self.gradients.updated()
         self._predictions.clear()
+        self._count_bytes()
+        self.held_bytes.end_batch()
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
@@ -268,13 +278,26 @@ class Stage:
 
     def _held(self) -> set[int]:
         """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
+        on_tapes = {leaf.data_ptr() for _, leaf in self._stashed()}
+        return self._older.addresses() | self.in_flight.held_addresses() | on_tapes
+
+    def _stashed(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights that tapes hold, with their names."""
         tapes = [tape for of_parts in self.tapes.values() for tape in of_parts if tape.mode == "stash"]
-        stashed = [part for tape in tapes for part in tape.tapes]
-        return (
-            self._older.addresses()
-            | self.in_flight.held_addresses()
-            | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
-        )
+        return [named for tape in tapes for part in tape.tapes for named in part.parameters.items()]
+
+    def _count_bytes(self) -> None:
+        """Note how many bytes are held, if this batch counts."""
+        if not self.held_bytes.due:
+            return
+        updated, older = self.owned.weights.values(), [*self._older.kept.values(), *self._predictions.cached()]
+        read = [*self.parameters.items(), *self._stashed(), *(named for of in older for named in of.items())]
+        entries = [value for state in self.steps.live().values() for value in state.values()]
+        note, stored = self.held_bytes.note, self.owned.stored
+        note(WEIGHTS, [*updated, *(weight for name, weight in read if name not in stored)])
+        note(GATHERED, [weight for name, weight in read if name in stored])
+        note(GRADIENTS, [*self.gradients.held(), *(weight.grad for weight in updated)])
+        note(STATES, [*entries, *self._predictions.kept()])
 
     def leave_state(self) -> None:
         """Have no weights at the beginning: another holder has the stage's state."""
@@ -342,6 +365,19 @@ class Stage:
         recorded = self.in_flight.buffers(updates)
         buffers = self.buffers if recorded is None else recorded
         return {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+
+    def state_sums(self, buffers: Collection[str]) -> Sums:
+        """The sums of what this holder reports of the newest state: weights, optimizer state, and these buffers."""
+        named = {n: b for n, b in self.buffers.items() if n in buffers and not self.replica}
+        found = sums_of("buffer", named)
+        for name, entries in self.steps.live().items():
+            weight = self.owned.weights.get(name)
+            if weight is None:
+                found |= sums_of(name, entries)
+            elif name in self.owned.names:
+                held = {"weight": weight} if weight.numel() else {}  # another holder may have the stage's state
+                found |= sums_of(name, {**held, **entries}, Shard(self.owned.ranges(name), weight))
+        return found
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
