@@ -24,7 +24,6 @@ from roundelay.ir.work import Settings, Work
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
-from roundelay.observe.state_digest import Sums, joined
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
@@ -201,8 +200,6 @@ class _Worker:
         self.progress = _Progress(time.perf_counter())
         self.log = InstructionLog(kept_micro_batches(max(len(work.program.body) for work in task.works)))
         self.digests: list[list[object]] = []
-        #: of the state at the start; None without checkpoints, which have the state that they tell of
-        self.start_sums: Sums | None = None
 
     def _context(self, number: int, program: Program) -> Context:
         """Create the context of the handlers of one stage."""
@@ -264,7 +261,8 @@ class _Worker:
     def execute(self) -> Loop:
         """Execute the program and report its events; yields before it waits. After an abort nothing is reported."""
         machine, endpoint = self.machine, self.endpoint
-        self.start_sums = self._state_sums()
+        for context in self.contexts.values():
+            self.states.note_sums("start", context.stage)
         while not machine.halted:
             if endpoint.aborted:
                 return
@@ -354,11 +352,6 @@ class _Worker:
     def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
         self.digests.append([kind, stage, self.work.stage(stage).holder, number, digest(tensors)])
 
-    def _state_sums(self) -> Sums | None:
-        if self.task.states.folder is None:
-            return None
-        return joined(context.stage.state_sums(self.task.states.buffers) for context in self.contexts.values())
-
     def _report_progress(self, run: Run, now: float) -> None:
         """Report the busy seconds after an update, at most ten times a second."""
         self.progress.updates += 1
@@ -401,8 +394,8 @@ class _Worker:
             "held_bytes": {kind: sum(c.stage.held_bytes.most[kind] for c in self.contexts.values()) for kind in KINDS},
             "device_peak_bytes": self.device.peak_bytes(),
             "private_bytes": private_bytes(),
-            "start_sums": self.start_sums,
-            "end_sums": self._state_sums(),
+            "start_sums": self.states.sums.get("start"),
+            "end_sums": self.states.sums.get("end"),
             **_resident(self.resident),
         }
 
