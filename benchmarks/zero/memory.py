@@ -35,12 +35,12 @@ from roundelay.actor.machine import Run
 from roundelay.frontend.stages.segment import storages_of
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.handlers import Context, do_update
-from roundelay.runtime.held_bytes import KINDS
-from roundelay.session.run_summary import utilization
+from roundelay.runtime.stage_state import HELD
+from roundelay.session.run_summary import activation_bytes, utilization
 
 MB = 1e6
 STEPS = 6
-COLUMNS = ["", *KINDS, "first three, of target", "live", "samples/s"]
+COLUMNS = ["MB", *HELD, "tapes", "first three, of target", "live", "samples/s"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def ours(case: Case, size: int, zero: int, recompute: str | None) -> dict[str, f
         done = session.run(notify=lambda event: None, gathers="nothing", handlers={0: {"update": update}})
         live = [json.loads(file.read_text()) for file in Path(made).iterdir()]
     memory = utilization(session, done, [], [])["memory"]
-    return {k: max(row[k] for row in memory) for k in KINDS} | {"live": max(live), "rate": done.samples_per_second}
+    found = {kind: max(row[kind] for row in memory) for kind in HELD} | {"tapes": max(activation_bytes(done))}
+    return found | {"live": max(live), "rate": done.samples_per_second}
 
 
 def theirs(case: Case, size: int) -> dict[str, float]:
@@ -134,8 +135,8 @@ def row(case: Case, size: int, name: str, found: dict[str, float]) -> list[str]:
     model = case.build()
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in case.layers(model)]
     target = 1.05 * 4 * sum(p.nbytes for p in model.parameters()) / size + 2 * max(layers)
-    held = sum(found[kind] for kind in KINDS[:3])
-    figures = [f"{found[kind] / MB:.1f}" for kind in KINDS]
+    held = sum(found[kind] for kind in HELD[:3])
+    figures = [f"{found[kind] / MB:.1f}" if kind in found else "" for kind in (*HELD, "tapes")]
     return [name, *figures, f"{held / target:.2f}", f"{found['live'] / MB:.1f}", f"{found['rate']:.2f}"]
 
 

@@ -48,9 +48,8 @@ def sums_of(name: str, values: Mapping[str, Any], shard: Shard | None = None) ->
 def joined(parts: Iterable[Sums]) -> Sums:
     """The sums of several holders; of several of the same part the first counts."""
     found: Sums = {}
-    for sums in parts:
-        for name, own in sums.items():
-            found[name] = own | found.get(name, {})
+    for name, own in (entry for sums in parts for entry in sums.items()):
+        found[name] = own | found.get(name, {})
     return found
 
 
@@ -61,12 +60,7 @@ def state_digest(sums: Sums) -> str:
 
 
 def element_sum(part: torch.Tensor, ranges: Ranges) -> int:
-    """The sum of a part's elements, each times a number made of its place.
-
-    Args:
-        part: of any dtype with elements of 1 to 8 bytes, or complex.
-        ranges: where it lies in the whole.
-    """
+    """The sum of the elements of a part, each times a number made of its place; ``ranges`` say where the part lies."""
     own = part.detach().cpu().contiguous()
     if own.is_complex():
         own, ranges = torch.view_as_real(own), (*ranges, (0, 2))

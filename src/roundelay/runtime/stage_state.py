@@ -15,7 +15,7 @@ from roundelay.checkpoint.shards import Shard
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
-from roundelay.frontend.stages.segment import Leaves
+from roundelay.frontend.stages.segment import Leaves, storages_of
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.graph import COUNT, LOSS
@@ -28,7 +28,6 @@ from roundelay.observe.state_digest import Sums, sums_of
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
-from roundelay.runtime.held_bytes import GATHERED, GRADIENTS, STATES, WEIGHTS, HeldBytes
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.moving_state import Carried, MovingState
 from roundelay.runtime.older_versions import OlderVersions
@@ -37,6 +36,9 @@ from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
 from roundelay.transport.endpoint import Value
 from roundelay.weight_prediction import LastStep
+
+HELD = "weights", "gradients", "states", "gathered"
+"""Kinds of tensors: weights in all versions, but for those whole that are gathered before use, which are the last."""
 
 
 class Stage:
@@ -116,8 +118,9 @@ class Stage:
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
-        #: the most bytes of its tensors so far
-        self.held_bytes = HeldBytes()
+        #: the most bytes of each kind of tensors so far, each storage counted once
+        self.held_bytes = dict.fromkeys(HELD, 0)
+        self._batches = 0
         self.owned.drop()
 
     def part_of(self, run: Run) -> StageFunction:
@@ -266,7 +269,7 @@ class Stage:
         self.gradients.updated()
         self._predictions.clear()
         self._count_bytes()
-        self.held_bytes.end_batch()
+        self._batches += 1
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
@@ -287,17 +290,18 @@ class Stage:
         return [named for tape in tapes for part in tape.tapes for named in part.parameters.items()]
 
     def _count_bytes(self) -> None:
-        """Note how many bytes are held, if this batch counts."""
-        if not self.held_bytes.due:
+        """Note what is held in the first batch, the second, the fourth and so on, as a tensor takes a microsecond."""
+        if self._batches & (self._batches - 1):
             return
-        updated, older = self.owned.weights.values(), [*self._older.kept.values(), *self._predictions.cached()]
-        read = [*self.parameters.items(), *self._stashed(), *(named for of in older for named in of.items())]
-        entries = [value for state in self.steps.live().values() for value in state.values()]
-        note, stored = self.held_bytes.note, self.owned.stored
-        note(WEIGHTS, [*updated, *(weight for name, weight in read if name not in stored)])
-        note(GATHERED, [weight for name, weight in read if name in stored])
-        note(GRADIENTS, [*self.gradients.held(), *(weight.grad for weight in updated)])
-        note(STATES, [*entries, *self._predictions.kept()])
+        updated, (predicted, of_steps) = self.owned.weights.values(), self._predictions.held()
+        others = [named for weights in (*self._older.kept.values(), *predicted) for named in weights.items()]
+        read = [*self.parameters.items(), *self._stashed(), *others]
+        whole: list[Any] = [weight for name, weight in read if name in self.owned.stored]
+        weights: list[Any] = [*updated, *(weight for name, weight in read if name not in self.owned.stored)]
+        gradients: list[Any] = [*self.gradients.held(), *(weight.grad for weight in updated)]
+        states = [*of_steps, *(value for state in self.steps.live().values() for value in state.values())]
+        for kind, tensors in zip(HELD, (weights, gradients, states, whole), strict=True):
+            self.held_bytes[kind] = max(self.held_bytes[kind], sum(storages_of(tensors).values()))
 
     def leave_state(self) -> None:
         """Have no weights at the beginning: another holder has the stage's state."""

@@ -28,7 +28,6 @@ from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
-from roundelay.runtime.held_bytes import KINDS
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
 from roundelay.runtime.loading.batch_reader import read_micro_batches
@@ -42,7 +41,7 @@ from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
 from roundelay.runtime.shm_allreduce import block_of
 from roundelay.runtime.shm_chained_sums import SumBlocks
-from roundelay.runtime.stage_state import Stage
+from roundelay.runtime.stage_state import HELD, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
@@ -391,7 +390,7 @@ class _Worker:
             "tape_bytes": {str(k): context.stage.tape_bytes() for k, context in self.contexts.items()},
             "owed_bytes": {str(k): context.stage.owed_bytes() for k, context in self.contexts.items()},
             "skipped": sum(context.skipped for context in self.contexts.values()),
-            "held_bytes": {kind: sum(c.stage.held_bytes.most[kind] for c in self.contexts.values()) for kind in KINDS},
+            "held_bytes": {kind: sum(c.stage.held_bytes[kind] for c in self.contexts.values()) for kind in HELD},
             "device_peak_bytes": self.device.peak_bytes(),
             "private_bytes": private_bytes(),
             "start_sums": self.states.sums.get("start"),
