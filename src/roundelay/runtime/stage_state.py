@@ -257,7 +257,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         self.steps.give(self.gradients.whole(norm))
-        self._count_bytes()
+        self._count_bytes(updating=True)
         if self._moves:
             self._older.release(version)
         self._older.keep(version, self.parameters, saved=saved)
@@ -268,7 +268,7 @@ class Stage:
         self.steps.step(self._predictions.watching())
         self.gradients.updated()
         self._predictions.clear()
-        self._count_bytes()
+        self._count_bytes(updating=True)
         self._batches += 1
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
@@ -289,18 +289,21 @@ class Stage:
         tapes = [tape for of_parts in self.tapes.values() for tape in of_parts if tape.mode == "stash"]
         return [named for tape in tapes for part in tape.tapes for named in part.parameters.items()]
 
-    def _count_bytes(self) -> None:
+    def _count_bytes(self, *, updating: bool = False) -> None:
         """Note what is held in the first batch, the second, the fourth and so on, as a tensor takes a microsecond."""
         if self._batches & (self._batches - 1):
             return
-        updated, (predicted, of_steps) = self.owned.weights.values(), self._predictions.held()
-        others = [named for weights in (*self._older.kept.values(), *predicted) for named in weights.items()]
-        read = [*self.parameters.items(), *self._stashed(), *others]
-        whole: list[Any] = [weight for name, weight in read if name in self.owned.stored]
-        weights: list[Any] = [*updated, *(weight for name, weight in read if name not in self.owned.stored)]
-        gradients: list[Any] = [*self.gradients.held(), *(weight.grad for weight in updated)]
-        states = [*of_steps, *(value for state in self.steps.live().values() for value in state.values())]
-        for kind, tensors in zip(HELD, (weights, gradients, states, whole), strict=True):
+        stored, updated = self.owned.stored, self.owned.weights.values()
+        whole = [*((name, self.parameters[name]) for name in stored), *self._stashed()]
+        held: dict[str, list[Any]] = {"gathered": [weight for name, weight in whole if name in stored]}
+        held["gradients"] = [*self.gradients.held(), *(weight.grad for weight in updated if updating)]
+        if updating:
+            predicted, of_steps = self._predictions.held()
+            others = [weight for of in (*self._older.kept.values(), *predicted) for weight in of.values()]
+            read = [weight for name, weight in (*self.parameters.items(), *self._stashed()) if name not in stored]
+            held["weights"] = [*updated, *others, *read]
+            held["states"] = [*of_steps, *(value for state in self.steps.live().values() for value in state.values())]
+        for kind, tensors in held.items():
             self.held_bytes[kind] = max(self.held_bytes[kind], sum(storages_of(tensors).values()))
 
     def leave_state(self) -> None:
