@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from roundelay.checkpoint.checkpoint import load
+from roundelay.ir.averages import EMA
 from roundelay.ir.plan import Plan
 from roundelay.planner import weight_segments
 from roundelay.planning.memory_report import memory_report
+from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.stage_state import Stage
 from roundelay.session.checkpointing import Saving
-from roundelay.session.run_record import Trained
+from roundelay.session.run_record import RunRecord, Trained
 from roundelay.session.run_summary import activation_bytes, digest_of, utilization
 from roundelay.session.training import Length, Session
 from tests.equivalence.cells import Bench, bench
@@ -38,7 +40,7 @@ CHAINS: dict[str, list[Planned]] = {
     "meshes": [zero(1, 0, tensor_parallel=3), zero(2, 3, tensor_parallel=2), zero(1, 0, stages=2)],
     "asynchronous": [zero(1, 0, 3, "pipedream"), zero(1, 0, 2, "pipeoptim"), zero(2, 2, 2, "async")],
     "averages": [zero(2, 2, ema=0.9), zero(1, 0, ema=0.9)],
-    "layouts": [cyclic("zero", "cdp-v2"), cyclic("mp", "cdp-v1"), cyclic("dp", "cdp-v1"), cyclic("single", "cdp-v2")],
+    "layouts": [cyclic("mp", "cdp-v1"), cyclic("zero", "cdp-v2"), cyclic("dp", "cdp-v1"), cyclic("single", "cdp-v2")],
 }
 
 
@@ -68,19 +70,29 @@ def run(place: Bench, plan: Plan, folder: Path, number: int = 0, steps: int = 2)
     return session.run(notify=lambda event: None, saving=saving, gathers="nothing"), session
 
 
-def test_another_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["exp_avg", EMA])
+def test_another_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     place = bench("mlp")
-    done, _ = run(place, zero(2, 1)(place), tmp_path)
+    done, _ = run(place, zero(2, 1, ema=0.9)(place), tmp_path)
     made = Stage.__init__
 
     def lossy(self: Stage, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
         if self.replica:
-            self.steps.live()[self.owned.names[0]]["exp_avg"][:1] += 1
+            self.steps.live()[self.owned.names[0]][key][:1] += 1
 
     monkeypatch.setattr(Stage, "__init__", lossy)
-    rest, _ = run(place, zero(2, 1)(place), tmp_path, 1)
+    rest, _ = run(place, zero(2, 1, ema=0.9)(place), tmp_path, 1)
     assert digest_of([*rest.workers.values()], "start_sums") != digest_of([*done.workers.values()], "end_sums")
+
+
+def test_parts_of_a_run_have_the_start_of_the_first_and_the_end_of_the_last() -> None:
+    record = RunRecord(1, lambda event: None, lambda update: ())
+    usual = {"busy_s": 1.0, "wall_s": 1.0, "updates": 1, "skipped": 0, "bytes_sent": {}, "bytes_received": {}}
+    for part in (1, 2):
+        told = {"first_event_g": 0, "start_sums": part, "end_sums": part}
+        record.take(Report("finished", 0, usual | told))
+    assert (record.workers[0]["start_sums"], record.workers[0]["end_sums"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +144,10 @@ def test_peaks_add_tapes_or_are_the_devices(tmp_path: Path) -> None:
     assert [row["peak_tensor_bytes"] for row in memory_report(done.plan, None, workers, tapes)] == [7, 7]
 
 
-def test_older_versions_count_as_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rule", "versions"), [("pipedream", [2, 1]), ("pipedream-2bw", [2, 2])])
+def test_older_versions_count_as_weights(tmp_path: Path, rule: str, versions: list[int]) -> None:
     place = bench("gpt2")
-    done, session = run(place, zero(1, 0, 2, "pipedream")(place), tmp_path, steps=5)
-    for row, versions in zip(utilization(session, done, [], [])["memory"], (2, 1), strict=True):
+    done, session = run(place, zero(1, 0, 2, rule)(place), tmp_path, steps=5)
+    for row, count in zip(utilization(session, done, [], [])["memory"], versions, strict=True):
         predicted = row["predicted"]
-        assert row["weights"] == predicted["weights"] + predicted["versions"] == versions * predicted["weights"] > 0
+        assert row["weights"] == predicted["weights"] + predicted["versions"] == count * predicted["weights"] > 0

@@ -373,13 +373,9 @@ class Stage:
         buffers = self.buffers if recorded is None else recorded
         return {n: b.to(CPU, copy=True) for n, b in buffers.items()}
 
-    def state_sums(self, names: Collection[str], updates: int = -1) -> Sums:
-        """The sums of what this holder reports of its state: weights, optimizer state, and the buffers of these names.
-
-        The buffers are those of :meth:`state`.
-        """
-        buffers = {} if self.replica else self.own_buffers(updates)
-        found = sums_of("buffer", {name: buffer for name, buffer in buffers.items() if name in names})
+    def state_sums(self, names: Collection[str]) -> Sums:
+        """The sums of what this holder reports of its newest state, with the buffers of these names."""
+        found = sums_of("buffer", {n: b for n, b in self.buffers.items() if n in names and not self.replica})
         for name, entries in self.steps.live().items():
             weight = self.owned.weights.get(name)
             if weight is None:

@@ -103,10 +103,10 @@ class StateReporter:
         #: of the state at the ``start`` and at the ``end``, where there are checkpoints
         self.sums: dict[str, Sums] = {}
 
-    def note_sums(self, when: str, stage: Stage, updates: int = -1) -> None:
-        """Note the sums of a stage's state, for the digest of all; the buffers are those of :meth:`Stage.state`."""
+    def note_sums(self, when: str, stage: Stage) -> None:
+        """Note the sums of a stage's newest state, for the digest of all."""
         if self._use.folder is not None:
-            self.sums[when] = joined([self.sums.get(when, {}), stage.state_sums(self._use.buffers, updates)])
+            self.sums[when] = joined([self.sums.get(when, {}), stage.state_sums(self._use.buffers)])
 
     def hand_over(self, stage: Stage, header: MicroBatch, norms: GradNorms | None) -> None:
         """Report the state after an update, if it is needed; a file for it is written in the background.
@@ -118,7 +118,7 @@ class StateReporter:
         """
         saves, gathers = self._use.saves(header), self._use.gathers(header) != "nothing"
         if header.final:
-            self.note_sums("end", stage, header.batch + 1)
+            self.note_sums("end", stage)
         if saves and self._use.shared:
             self._waiting.put((_held(stage, header, norms), header))
             self._start()
