@@ -1,8 +1,7 @@
 """Digests of a whole state of which several workers hold parts, whoever holds which.
 
 Of each part only a sum is told: over its elements the bits of each, times a number made of its place in the whole,
-modulo 2^64. Sums of parts add up to that of the whole, so that nobody has to gather the state. Their temporary memory
-is a few MiB.
+modulo 2^64. Sums of parts add up to that of the whole, so that nobody has to gather the state.
 """
 
 from __future__ import annotations
