@@ -178,10 +178,11 @@ class Stage:
         """
         tape = self.tapes[run.g].pop()
         of_inputs, of_parameters = self.part_of(run).backward(tape, grads, self.weights(run))
+        self._count_bytes()
+        self.owned.drop()
         of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters)
         self._count_bytes()
-        self.owned.drop()
         if self.halved:
             self.debts.setdefault(run.g, []).extend(tape.debt)
         if run.instruction.runs_first:
