@@ -393,8 +393,7 @@ class _Worker:
             "held_bytes": {kind: sum(c.stage.held_bytes[kind] for c in self.contexts.values()) for kind in HELD},
             "device_peak_bytes": self.device.peak_bytes(),
             "private_bytes": private_bytes(),
-            "start_sums": self.states.sums.get("start"),
-            "end_sums": self.states.sums.get("end"),
+            **{f"{when}_sums": self.states.sums.get(when) for when in ("start", "end")},
             **_resident(self.resident),
         }
 
