@@ -1,4 +1,4 @@
-"""What benchmarks of two processes share: two ranks of torch's, and the time from one update of ours to the next."""
+"""What benchmarks of a few processes share: ranks of torch's, and the time from one update of ours to the next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,26 @@ WARM = 5
 
 
 def of_two_ranks(measure: Callable[[int], float]) -> float:
-    """What a rank measures in a process group over gloo on loopback: of two forked processes the slower one's."""
+    """What a rank measures in a process group: of two forked processes the slower one's."""
+    return float(max(of_ranks(measure, 2)))
+
+
+def of_ranks(measure: Callable[[int], Any], size: int) -> list[Any]:
+    """What each of so many forked processes measures in a process group over gloo on loopback, as JSON values."""
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_forked(measure, rank, Path(folder)) for rank in range(2)]
+        pids = [_forked(measure, rank, size, Path(folder)) for rank in range(size)]
         codes = [os.waitpid(pid, 0)[1] for pid in pids]
         assert not any(codes), f"a rank failed: {codes}"
-        return max(json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2))
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
 
 
-def _forked(measure: Callable[[int], float], rank: int, folder: Path) -> int:
+def _forked(measure: Callable[[int], Any], rank: int, size: int, folder: Path) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
             (folder / str(rank)).write_text(json.dumps(measure(rank)))
             dist.destroy_process_group()
             status = 0

@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,30 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
     optimizer.step()
 
 
-def times(module: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
+SGD = functools.partial(torch.optim.SGD, lr=0.01)
+
+
+def job(size: tuple[int, int, int], steps: int, optimizer: Callable[..., torch.optim.Optimizer]) -> Job:
+    """The perceptron of a size as a job."""
+    width, layers, rows = size
+    batch = data(width, rows)
+    return Job(
+        model=model(width, layers),
+        loss=lambda outputs, batch: cross_entropy(outputs, batch[1]),
+        batches=lambda epoch: [batch] * steps,
+        optimizer=optimizer,
+    )
+
+
+def times(
+    module: nn.Module, x: Tensor, y: Tensor, steps: int, optimizer: Callable[..., torch.optim.Optimizer] = SGD
+) -> float:
     """Median milliseconds of an update in a loop of plain PyTorch."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    made = optimizer(module.parameters())
     took = []
     for _ in range(steps):
         start = time.perf_counter()
-        step(module, optimizer, x, y)
+        step(module, made, x, y)
         took.append(1e3 * (time.perf_counter() - start))
     return statistics.median(took[WARM:])
 
@@ -76,17 +93,11 @@ def theirs(width: int, layers: int, rows: int, steps: int) -> float:
 
 @functools.cache
 def session(layout: str, transport: str, width: int, layers: int, rows: int, steps: int) -> Session:
-    batch = data(width, rows)
-    job = Job(
-        model=model(width, layers),
-        loss=lambda outputs, batch: cross_entropy(outputs, batch[1]),
-        batches=lambda epoch: [batch] * steps,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
-    )
+    own = job((width, layers, rows), steps, SGD)
     if layout == "dp":
         in_layout = {"layout": "dp", "rule": "cdp-v1", "micro_batches": 2, "stages": layers, "cuts": "equal"}
-        return planned(job, steps, workers=None, transport=transport, **in_layout)
-    return planned(job, steps, data_parallel=2, transport=transport)
+        return planned(own, steps, workers=None, transport=transport, **in_layout)
+    return planned(own, steps, data_parallel=2, transport=transport)
 
 
 def ours(layout: str, transport: str, width: int, layers: int, rows: int, steps: int) -> float:
@@ -94,26 +105,46 @@ def ours(layout: str, transport: str, width: int, layers: int, rows: int, steps:
     return update_ms(session(layout, transport, width, layers, rows, steps))
 
 
-def main() -> None:
+def compare(
+    description: str,
+    sizes: Sequence[tuple[int, int, int]],
+    torchs: str,
+    candidates: Callable[[tuple[int, int, int], int], Mapping[str, Callable[[], float]]],
+) -> None:
+    """Measure candidates for every size, in their short form for the second, and print a table beside torch's.
+
+    Args:
+        description: of the benchmark.
+        sizes: width, layers, rows of a batch.
+        torchs: name of the candidate that the others are held against.
+        candidates: from a size and a number of updates to milliseconds of an update, by name.
+    """
     if (environment := better_malloc()) is not None:  # as the command itself does
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    what = asked(__doc__ or "", 5)
-    steps = 25 if what.short else 60
-    candidates: dict[str, Callable[[], float]] = {}
-    for size in SIZES[1:2] if what.short else SIZES:
-        name = "width {}, {} layers, {} rows".format(*size)
-        candidates[f"{name}: DistributedDataParallel, gloo"] = functools.partial(theirs, *size, steps)
-        candidates[f"{name}: computing alone"] = functools.partial(alone, *size, steps)
-        for transport in ("shm", "gloo"):
-            candidates[f"{name}: ours, {transport}"] = functools.partial(ours, "pipeline", transport, *size, steps)
-            candidates[f"{name}: cyclic, {transport}"] = functools.partial(ours, "dp", transport, *size, steps)
-    found = alternate(candidates, what.repeats)
+    what = asked(description, 5)
+    every = {
+        "width {}, {} layers, {} rows: {}".format(*size, name): measure
+        for size in (sizes[1:2] if what.short else sizes)
+        for name, measure in candidates(size, 25 if what.short else 60).items()
+    }
+    found = alternate(every, what.repeats)
     rows = []
     for name, values in found.items():
-        base = statistics.median(found[name.split(":")[0] + ": DistributedDataParallel, gloo"])
+        base = statistics.median(found[f"{name.split(':')[0]}: {torchs}"])
         rows.append([name, spread(values), f"{base / statistics.median(values):.2f}"])
-    report(what, table(["", "ms per update", "times as fast as DistributedDataParallel"], rows), {"ms": found})
+    report(what, table(["", "ms per update", f"times as fast as {torchs.split(',')[0]}"], rows), {"ms": found})
+
+
+def candidates(size: tuple[int, int, int], steps: int) -> dict[str, Callable[[], float]]:
+    found = {
+        "DistributedDataParallel, gloo": functools.partial(theirs, *size, steps),
+        "computing alone": functools.partial(alone, *size, steps),
+    }
+    for transport in ("shm", "gloo"):
+        found[f"ours, {transport}"] = functools.partial(ours, "pipeline", transport, *size, steps)
+        found[f"cyclic, {transport}"] = functools.partial(ours, "dp", transport, *size, steps)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__ or "", SIZES, "DistributedDataParallel, gloo", candidates)

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.harness import MLP
+import pytest
+
+from tests.cli.harness import MLP, here
 
 MAIN = "from roundelay.cli import main; main()"
 
@@ -19,3 +21,11 @@ def test_what_the_persons_code_prints_goes_to_stderr(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert json.loads(done.stdout)["equal"] is True
     assert "hello from the job file" in done.stderr
+
+
+def test_the_summary_of_a_run_has_them(capsys: pytest.CaptureFixture[str], workplace: Path) -> None:
+    told = here(capsys, "train", MLP, "--workers", 1, "--data-parallel", 2, "--zero", 3, "--steps", 2, "--json").json
+    assert told["digest_start"] != told["digest_end"]
+    assert len(told["digest_end"]) == 16
+    assert told["bytes_sent"] == told["bytes_priced"]
+    assert {"weights", "gradients", "states", "gathered", "peak_tensor_bytes", "predicted"} <= told["memory"][0].keys()

@@ -65,7 +65,7 @@ class Fake(Cuda):
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
         self.kept: list[tuple[int, int]] = []
-        self.pins = 0
+        self.pins, self.resets = 0, 0
         self.now_ms, self.done_ms = 0.0, float("inf")
         self._current = threading.local()
         self._lock = threading.Lock()
@@ -92,6 +92,12 @@ class Fake(Cuda):
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pins += 1
         return tensor.clone()
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return 1000 * self.resets
+
+    def reset_peak(self, device: torch.device) -> None:
+        self.resets += 1
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         self.kept.append((tensor.data_ptr(), stream.number))

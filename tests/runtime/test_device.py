@@ -179,6 +179,14 @@ def test_a_run_on_streams_is_the_run_on_the_cpu_bit_for_bit(monkeypatch: pytest.
     assert {number for _, number in driver.kept} == {0, 2}  # both workers' own streams
 
 
+def test_a_worker_tells_the_most_bytes_of_its_device_since_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Fake()
+    monkeypatch.setattr(threaded_workers, "make_device", lambda name, *_: AcceleratorDevice(PLACE, driver))
+    monkeypatch.setattr(threaded_workers, "Cuda", lambda: driver)
+    done = roundelay.train(make(mlp()), workers=2, steps=1, out=False, progress=False, check="off")
+    assert [report["device_peak_bytes"] for report in done.workers.values()] == [2000, 2000]
+
+
 @pytest.mark.parametrize(
     ("here", "devices", "transport", "holders", "count"),
     [

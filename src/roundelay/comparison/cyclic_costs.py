@@ -17,17 +17,18 @@ from roundelay.ir.exchange import ExchangePlan, Phase, all_gather, all_reduce, r
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
-from roundelay.ir.program import EDGES, STATES, SUMS, Channel
+from roundelay.ir.program import EDGES
 from roundelay.ir.residence import SHARDED
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
 from roundelay.ir.sbp import Split
-from roundelay.lower.channels import channels_of, exchanges_of
+from roundelay.lower.channels import channels_of
 from roundelay.lower.emit import emit
+from roundelay.lower.priced_bytes import given_bytes
 from roundelay.lower.reading import read
 from roundelay.planner.given_layout import owners_of
 from roundelay.planner.stage_counts import slots_in_layout
 from roundelay.schedules import PIPELINE, schedule_for
-from roundelay.simulator import Interval, Simulation, simulate
+from roundelay.simulator import Simulation, simulate
 
 ELEMENTS, TAPE, MESSAGE = 1024, 1000, 10
 """Of each stage: parameters, and bytes of a micro-batch's activations, of which so many go on to the next stage."""
@@ -195,27 +196,13 @@ def count(plan: Plan, size: int, parts: int = 1) -> Costs:
 def sent_in_batch(plan: Plan, run: Simulation, batch: int) -> Mapping[str, int]:
     """Bytes that all workers send to others in a batch: ``gradients``, or states, and ``messages`` between stages."""
     channels = {channel.id: channel for channel in channels_of(read(plan))}
-    exchanged = exchanges_of(read(plan))
-    totals = {"gradients": 0, "messages": 0}
+    given, totals = given_bytes(read(plan)), {"gradients": 0, "messages": 0}
     for interval in run.intervals:
-        if interval.g // plan.micro_batches != batch:
-            continue
-        for number in interval.gives:
-            channel = channels[number]
-            if channel.phases:
-                holders = [port.worker for port in channel.sources]
-                position = holders.index(interval.worker)
-                totals["gradients"] += sum(exchanged[number].bytes_sent(len(holders), position))
-            elif channel.kind in (*SUMS, *STATES):
-                totals["gradients"] += plan.stages[interval.stage].parameter_bytes
-            elif channel.kind in EDGES and _leaves(channel, interval):
-                totals["messages"] += MESSAGE
+        if interval.g // plan.micro_batches == batch:
+            for number in interval.gives:
+                kind = "messages" if channels[number].kind in EDGES else "gradients"
+                totals[kind] += given[number, interval.worker]
     return totals
-
-
-def _leaves(channel: Channel, interval: Interval) -> bool:
-    """Whether a message goes to another worker."""
-    return channel.target_of(interval.g).worker != interval.worker
 
 
 def _steps(plan: Plan, run: Simulation) -> int:

@@ -144,7 +144,7 @@ def described(name: str, value: Any) -> Value:
         num_bytes = value.numel() * value.element_size()  # nbytes has no sparse tensors
         return Value(name, "tensor", tuple(value.shape), dtype, num_bytes, value.requires_grad)
     kind: ValueKind = "number" if type(value) in (int, float) else "other"
-    return Value(name, kind, (), type(value).__name__, 8 if kind == "number" else 0, False)
+    return Value(name, kind, (), type(value).__name__, 0, False)
 
 
 def _op(exported: Exported, node: Node, flops: int, draws: int) -> Op:

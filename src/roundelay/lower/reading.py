@@ -92,6 +92,11 @@ class Reading:
         """How many holders of a stage make its updates, and report its state."""
         return 1 if self.moves_states else len(self.plan.stages[stage].workers)
 
+    @property
+    def updaters(self) -> int:
+        """How many updates, of one holder each, a batch has."""
+        return sum(self.num_updaters(stage) for stage in range(self.plan.num_stages))
+
     def number_in_batch(self, holder: int, index: int) -> int:
         """Which of a batch a holder's index-th micro-batch is to a table, from 0: replicas of a layout take turns."""
         replicates = self.form is not None and self.form.replicates

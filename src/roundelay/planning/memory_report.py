@@ -70,7 +70,10 @@ def _state_bytes(state: Mapping[str, Any]) -> int:
 
 
 def memory_report(
-    plan: Plan, of_optimizer: Sequence[int] | None, workers: Mapping[int, Mapping[str, Any]]
+    plan: Plan,
+    of_optimizer: Sequence[int] | None,
+    workers: Mapping[int, Mapping[str, Any]],
+    tapes: Sequence[int],
 ) -> list[dict[str, Any]]:
     """For each worker the predicted bytes, item by item, and the measured ones, as JSON values.
 
@@ -78,6 +81,7 @@ def memory_report(
         plan: the plan.
         of_optimizer: for each stage, from :func:`optimizer_bytes`; if None, it and the total are None.
         workers: worker to its final report.
+        tapes: for each worker, the most bytes that its tapes took.
     """
     pids = Counter(data["pid"] for data in workers.values())
     rows = []
@@ -91,6 +95,8 @@ def memory_report(
                     "optimizer": predicted.optimizer if known else None,
                     "total": predicted.total if known else None,
                 },
+                **data["held_bytes"],
+                "peak_tensor_bytes": data["device_peak_bytes"] or sum(data["held_bytes"].values()) + tapes[k],
                 "private_bytes": data["private_bytes"],
                 "rss_at_start_bytes": data["rss_at_start_bytes"],
                 "peak_rss_bytes": data["peak_rss_bytes"],

@@ -140,6 +140,10 @@ class Device:
         """
         return on_host_s
 
+    def peak_bytes(self) -> int | None:
+        """Most bytes of the device that this process has had at one time since it made it; None on the CPU."""
+        return None
+
 
 HOST = Device()
 
@@ -163,6 +167,7 @@ class AcceleratorDevice(Device):
         self.stream = driver.stream(torch_device, f"worker {worker}")
         self._copies = driver.stream(torch_device, f"copies for worker {worker}")
         self._spans = Spans(driver, self.stream)
+        driver.reset_peak(torch_device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -226,6 +231,10 @@ class AcceleratorDevice(Device):
         """Seconds of the instructions that are known to have ended, whatever the worker has counted."""
         self._spans.read()
         return self._spans.busy_s
+
+    def peak_bytes(self) -> int | None:
+        """Of all workers of this process on the device, since the last of them was made."""
+        return self._driver.peak_bytes(self.torch_device)
 
 
 @final

@@ -195,6 +195,12 @@ class Gradients:
         """The sums of the batch that is updated next, and what the losses have counted."""
         return (self._sums | self._parts, self._count) if self._total is None else self._total
 
+    def held(self) -> list[torch.Tensor]:
+        """Return all that is held of sums, whole or in parts."""
+        totals = () if self._total is None else self._total[0].values()
+        unsummed = [gradient for own in self._unsummed.values() for gradient in own.values()]
+        return [*self._sums.values(), *unsummed, *self._parts.values(), *self.carried, *totals]
+
     def _divisor(self) -> float:
         """Return what divides the sums of a complete batch; 0 if nothing does."""
         count = self._complete()[1]

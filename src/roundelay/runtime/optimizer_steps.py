@@ -11,6 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from roundelay.frontend import Captured
 from roundelay.frontend.export.gradient_hooks import call_hooks, hooks_of
+from roundelay.ir.averages import EMA
 from roundelay.ir.work import Settings
 from roundelay.job import Job
 from roundelay.runtime.initial_state import Initial
@@ -94,7 +95,7 @@ class OptimizerSteps:
         with watched, self._kept_state.stepping(), no_group_empty(self.optimizer):
             self.optimizer.step()
         if not self._known_state:  # so that state that cannot be saved is an error now, not at the first checkpoint
-            self._kept_state.entries(self._weights, copied=False)
+            self.live()
             self._known_state = True
         self._averages.update()
         for parameter in self._weights.values():
@@ -108,6 +109,13 @@ class OptimizerSteps:
         state = self._kept_state.entries(self._weights)
         for name, entries in self._averages.entries(self.optimizer).items():
             state[name] = state.get(name, {}) | entries
+        return state
+
+    def live(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state and the moving averages themselves, by name; they must not be modified."""
+        state = self._kept_state.entries(self._weights, copied=False)
+        for name, average in self._averages.moving.items():
+            state[name] = {**state.get(name, {}), EMA: average}
         return state
 
 

@@ -63,6 +63,11 @@ class PredictedWeights:
             self._cached[opcode] = key, equal[0] if equal else self._predict(version, distance)
         return self._cached[opcode][1]
 
+    def held(self) -> tuple[list[Tensors], list[torch.Tensor | None]]:
+        """Return the predicted weights that are kept, and what is kept of every parameter's last update."""
+        of_steps = [tensor for last in self.last.values() for tensor in (last.displacement, last.gradient)]
+        return [weights for _, weights in self._cached.values()], of_steps
+
     def clear(self) -> None:
         """Drop cached predictions, after an update."""
         self._cached = {}

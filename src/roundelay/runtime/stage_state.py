@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
+from roundelay.checkpoint.shards import Shard
 from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
-from roundelay.frontend.stages.segment import Leaves
+from roundelay.frontend.stages.segment import Leaves, storages_of
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.graph import COUNT, LOSS
@@ -23,6 +24,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.stage import StageSpec
 from roundelay.ir.work import Work
 from roundelay.job import Job
+from roundelay.observe.state_digest import Sums, sums_of
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
 from roundelay.runtime.gradient_bucket import GradientBucket
 from roundelay.runtime.gradients import Gradients
@@ -34,6 +36,9 @@ from roundelay.runtime.owned_weights import OwnedWeights
 from roundelay.runtime.predicted_weights import PredictedWeights
 from roundelay.transport.endpoint import Value
 from roundelay.weight_prediction import LastStep
+
+HELD = "weights", "gradients", "states", "gathered"
+"""Kinds of tensors: weights in all versions, but for those whole that are gathered before use, which are the last."""
 
 
 class Stage:
@@ -117,6 +122,9 @@ class Stage:
         self._leaves: tuple[Mapping[str, torch.Tensor], dict[str, Sequence[Leaves]]] | None = None
         self._tape_bytes: dict[str, dict[tuple[Any, ...], int]] = {}  # by part of the forward, and shapes
         self._owed_bytes = 0
+        #: the most bytes of each kind of tensors so far, each storage counted once
+        self.held_bytes = dict.fromkeys(HELD, 0)
+        self._batches = 0
 
     def part_of(self, run: Run) -> StageFunction:
         """What an instruction runs: all of the stage, or the segments between two boxings."""
@@ -150,6 +158,7 @@ class Stage:
             self._older.hold_from(run.keep)
             self._note(run, header, weights)
             self.in_flight.record_buffers(header, self.buffers)
+        self._count_bytes()
         self.owned.drop()
         return outputs
 
@@ -185,9 +194,11 @@ class Stage:
         """
         tape, weights = self.tapes[run.g].pop(), {**self.weights(run), **self.owned.gathered}
         of_inputs, of_parameters = self.part_of(run).backward(tape, grads, weights)
+        self._count_bytes()
         self.owned.drop()
         of_parameters = _unscaled(of_parameters, scale)
         self.gradients.add(of_parameters, run.g)
+        self._count_bytes()
         if self.halved:
             self.debts.setdefault(run.g, []).extend(tape.debt)
         if run.instruction.runs_first:
@@ -264,6 +275,7 @@ class Stage:
             JobError: the user's program has changed a learning rate or another option of the optimizer.
         """
         self.steps.give(self.gradients.whole(norm))
+        self._count_bytes(updating=True)
         if self._moves:
             self._older.release(version)
         self._older.keep(version, self.parameters, saved=saved)
@@ -274,6 +286,8 @@ class Stage:
         self.steps.step(self._predictions.watching())
         self.gradients.updated()
         self._predictions.clear()
+        self._count_bytes(updating=True)
+        self._batches += 1
 
     def _leaves_of(self, weights: Mapping[str, torch.Tensor], segments: str) -> Sequence[Leaves]:
         """Return autograd leaves of the weights, shared by all forwards that read these before the next update."""
@@ -285,14 +299,30 @@ class Stage:
 
     def _held(self) -> set[int]:
         """Return the addresses of weights that will be read again; predicted weights are copies and do not count."""
+        read = {weight.data_ptr() for weights in self._read.values() for weight in weights.values()}
+        on_tapes = {leaf.data_ptr() for _, leaf in self._stashed()}
+        return self._older.addresses() | self.in_flight.held_addresses() | read | on_tapes
+
+    def _stashed(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights that tapes hold, with their names."""
         tapes = [tape for of_parts in self.tapes.values() for tape in of_parts if tape.mode == "stash"]
-        stashed = [part for tape in tapes for part in tape.tapes]
-        return (
-            self._older.addresses()
-            | self.in_flight.held_addresses()
-            | {leaf.data_ptr() for part in stashed for leaf in part.parameters.values()}
-            | {weight.data_ptr() for read in self._read.values() for weight in read.values()}
-        )
+        return [named for tape in tapes for part in tape.tapes for named in part.parameters.items()]
+
+    def _count_bytes(self, *, updating: bool = False) -> None:
+        """Note what is held in the first batch, the second, the fourth and so on, as a tensor takes a microsecond."""
+        if self._batches & (self._batches - 1):
+            return
+        updated = self.owned.weights.values()
+        held: dict[str, list[Any]] = {"gathered": [*self.owned.gathered.values()]}
+        held["gradients"] = [*self.gradients.held(), *(weight.grad for weight in updated if updating)]
+        if updating:
+            predicted, of_steps = self._predictions.held()
+            older = (*self._older.kept.values(), *predicted, *self._read.values())
+            read = [weight for _, weight in self._stashed()]
+            held["weights"] = [*updated, *self.parameters.values(), *read, *(w for of in older for w in of.values())]
+            held["states"] = [*of_steps, *(value for state in self.steps.live().values() for value in state.values())]
+        for kind, tensors in held.items():
+            self.held_bytes[kind] = max(self.held_bytes[kind], sum(storages_of(tensors).values()))
 
     def leave_state(self) -> None:
         """Have no weights at the beginning: another holder has the stage's state."""
@@ -368,6 +398,18 @@ class Stage:
         recorded = self.in_flight.buffers(updates)
         buffers = self.buffers if recorded is None else recorded
         return {n: b.to(CPU, copy=True) for n, b in buffers.items()}
+
+    def state_sums(self, names: Collection[str]) -> Sums:
+        """The sums of what this holder reports of its newest state, with the buffers of these names."""
+        found = sums_of("buffer", {n: b for n, b in self.buffers.items() if n in names and not self.replica})
+        for name, entries in self.steps.live().items():
+            weight = self.owned.weights.get(name)
+            if weight is None:
+                found |= sums_of(name, entries)
+            elif name in self.owned.names:
+                held = {"weight": weight} if weight.numel() else {}  # another holder may have the stage's state
+                found |= sums_of(name, {**held, **entries}, Shard(self.owned.ranges(name), weight))
+        return found
 
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""

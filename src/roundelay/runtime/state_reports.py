@@ -24,6 +24,7 @@ from roundelay.checkpoint.stored_files import StoredState, unfinished_bytes, wri
 from roundelay.errors import DeadlineError, RoundelayError
 from roundelay.ir.averages import EMA, EVALUATED
 from roundelay.ir.micro_batch import MicroBatch
+from roundelay.observe.state_digest import Sums, joined
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.processes.user_errors import unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
@@ -99,6 +100,13 @@ class StateReporter:
         self._worker, self._use, self._report = worker, use, report
         self._waiting: queue.SimpleQueue[tuple[HeldState, MicroBatch] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        #: of the state at the ``start`` and at the ``end``, where there are checkpoints
+        self.sums: dict[str, Sums] = {}
+
+    def note_sums(self, when: str, stage: Stage) -> None:
+        """Note the sums of a stage's newest state, for the digest of all."""
+        if self._use.folder is not None:
+            self.sums[when] = joined([self.sums.get(when, {}), stage.state_sums(self._use.buffers)])
 
     def hand_over(self, stage: Stage, header: MicroBatch, norms: GradNorms | None) -> None:
         """Report the state after an update, if it is needed; a file for it is written in the background.
@@ -109,6 +117,8 @@ class StateReporter:
             norms: on stage 0, has what is in flight of norms and loss scales.
         """
         saves, gathers = self._use.saves(header), self._use.gathers(header) != "nothing"
+        if header.final:
+            self.note_sums("end", stage)
         if saves and self._use.shared:
             self._waiting.put((_held(stage, header, norms), header))
             self._start()

@@ -41,7 +41,7 @@ from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
 from roundelay.runtime.shm_allreduce import block_of
 from roundelay.runtime.shm_chained_sums import SumBlocks
-from roundelay.runtime.stage_state import Stage
+from roundelay.runtime.stage_state import HELD, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
 
@@ -260,6 +260,8 @@ class _Worker:
     def execute(self) -> Loop:
         """Execute the program and report its events; yields before it waits. After an abort nothing is reported."""
         machine, endpoint = self.machine, self.endpoint
+        for context in self.contexts.values():
+            self.states.note_sums("start", context.stage)
         while not machine.halted:
             if endpoint.aborted:
                 return
@@ -388,7 +390,10 @@ class _Worker:
             "tape_bytes": {str(k): context.stage.tape_bytes() for k, context in self.contexts.items()},
             "owed_bytes": {str(k): context.stage.owed_bytes() for k, context in self.contexts.items()},
             "skipped": sum(context.skipped for context in self.contexts.values()),
+            "held_bytes": {kind: sum(c.stage.held_bytes[kind] for c in self.contexts.values()) for kind in HELD},
+            "device_peak_bytes": self.device.peak_bytes(),
             "private_bytes": private_bytes(),
+            **{f"{when}_sums": self.states.sums.get(when) for when in ("start", "end")},
             **_resident(self.resident),
         }
 

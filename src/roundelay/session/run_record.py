@@ -237,7 +237,7 @@ def _summed(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
         total[name] += before[name]
     for name in ("bytes_sent", "bytes_received"):
         total[name] = {k: count + before[name].get(k, 0) for k, count in data[name].items()}
-    return total | {"first_event_g": before["first_event_g"]}
+    return total | {name: before[name] for name in ("first_event_g", "start_sums")}
 
 
 def _mean(

@@ -10,9 +10,11 @@ from typing import Any
 from roundelay.errors import counted
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
+from roundelay.lower.priced_bytes import priced_bytes
 from roundelay.lower.reading import read
 from roundelay.observe.progress_lines import duration
 from roundelay.observe.run_folder import RunFolder
+from roundelay.observe.state_digest import joined, state_digest
 from roundelay.observe.time_shares import gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span, write_trace
 from roundelay.planning.memory_report import memory_report, optimizer_bytes
@@ -109,15 +111,18 @@ def ends_of(plan: Plan, stages: Sequence[int]) -> list[str]:
 
 
 def utilization(session: Session, trained: Trained, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, Any]:
-    """Fields of the summary: ``busy``, ``shares`` and ``memory`` by worker, and where the measured stretch begins."""
-    plan = trained.plan
+    """Fields of the summary: shares of time, memory and bytes by worker, and where the measured stretch begins."""
+    plan, reports = trained.plan, [report for _, report in sorted(trained.workers.items())]
+    batches = sum(report["updates"] for report in reports) // session.reading.updaters
     shares = shares_of(spans, gaps, plan.num_workers)
     optimizer_sizes = optimizer_bytes(session.job, session.captured, session.partition, plan)
     return {
         "shares_since_micro_batch": max(data["first_event_g"] for data in trained.workers.values()),
         "busy": [share.busy for share in shares],
         "shares": [share.as_json() for share in shares],
-        "memory": memory_report(plan, optimizer_sizes, trained.workers),
+        "memory": memory_report(plan, optimizer_sizes, trained.workers, activation_bytes(trained)),
+        "bytes_sent": [sum(report["bytes_sent"].values()) for report in reports],
+        "bytes_priced": priced_bytes(session.reading, session.programs, batches),
     }
 
 
@@ -133,6 +138,12 @@ def activation_bytes(trained: Trained) -> list[int]:
         changes = (_change(report, event.opcode, event.stage, parts.get(event.stage, 1)) for event in events)
         peaks.append(round(max(accumulate(changes, initial=0.0))))
     return peaks
+
+
+def digest_of(workers: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """The digest of a run's whole state, of what its workers report under a name; None if they report nothing."""
+    sums = [report[name] for report in workers if report.get(name) is not None]
+    return state_digest(joined(sums)) if sums else None
 
 
 def _change(report: Mapping[str, Any], opcode: str, stage: int, parts: int) -> float:
@@ -161,6 +172,8 @@ def _summary(trained: Trained, baselines: Mapping[int, float], folder: RunFolder
         "evaluation": dict(trained.evaluations[-1].metrics) if trained.evaluations else {},
         "activation_bytes": activation_bytes(trained),
         "skipped_updates": [report["skipped"] for report in workers],
+        "digest_start": digest_of(workers, "start_sums"),
+        "digest_end": digest_of(workers, "end_sums"),
         "bytes_received": [sum(report["bytes_received"].values()) for report in workers],
         "wall_s": max(report["wall_s"] for report in workers),
         "stopped": trained.stopped,

@@ -198,7 +198,7 @@ class Session:
         )
         shapes = self.captured.parameters()
         gatherer = StateGatherer(
-            sum(self.reading.num_updaters(stage) for stage in range(self.plan.num_stages)),
+            self.reading.updaters,
             {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
             lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
             compares=audit,

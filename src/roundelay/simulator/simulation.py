@@ -17,8 +17,9 @@ from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import OPCODES, STATES, SUMS, Channel, Program
+from roundelay.ir.program import OPCODES, Channel, Program
 from roundelay.lower.channels import exchanges_of
+from roundelay.lower.priced_bytes import message_bytes
 from roundelay.lower.reading import read
 from roundelay.simulator.held_by_stage import peaks
 from roundelay.simulator.simulation_result import Interval, Simulation, WorkerReport
@@ -74,7 +75,7 @@ class _Clock:
         ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
-        self.bytes = _message_bytes(plan, self.channels)
+        self.bytes = message_bytes(read(plan))
         self.exchange_s = _exchange_seconds(plan, self.channels)
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
@@ -254,20 +255,6 @@ class _Clock:
             unread_peak=unread,
             unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
         )
-
-
-def _message_bytes(plan: Plan, channels: dict[int, Channel]) -> dict[int, int]:
-    """Bytes of a channel's messages, or of what an exchange leaves; single numbers are not counted."""
-    sizes: dict[tuple[str, int, int], int] = {("data", 0, 0): plan.input_bytes}
-    for edge in plan.edges:
-        sizes["forward", edge.source, edge.target] = edge.forward_bytes
-        sizes["gradient", edge.target, edge.source] = edge.backward_bytes
-    for k, stage in enumerate(plan.stages):
-        sizes |= {(kind, k, k): stage.parameter_bytes for kind in STATES}
-    for exchange in plan.exchanges:
-        sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
-    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels.values()}
-    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(read(plan)).items()}
 
 
 def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:

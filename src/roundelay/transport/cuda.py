@@ -66,6 +66,14 @@ class Cuda:
         """Bytes of the device that nobody has allocated."""
         return int(torch.cuda.mem_get_info(device)[0])
 
+    def peak_bytes(self, device: torch.device) -> int:
+        """Most bytes that this process has allocated on the device at one time, since :meth:`reset_peak`."""
+        return torch.cuda.max_memory_allocated(device)
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Begin anew to look for the most bytes."""
+        torch.cuda.reset_peak_memory_stats(device)
+
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Make the stream and its device current for the calling thread."""
         return torch.cuda.stream(stream)

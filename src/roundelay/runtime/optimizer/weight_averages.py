@@ -35,16 +35,17 @@ class WeightAverages:
     ) -> None:
         self._weight, self._parameters = 1.0 - decay, parameters
         trained = {n: p for n, p in parameters.items() if p.requires_grad} if decay else {}
-        self._averages = {n: start.get(n, {}).get(EMA, p.detach()).to(p.device, copy=True) for n, p in trained.items()}
+        #: the moving averages themselves, by name
+        self.moving = {n: start.get(n, {}).get(EMA, p.detach()).to(p.device, copy=True) for n, p in trained.items()}
 
     def update(self) -> None:
         """Update the averages after a step of the optimizer."""
-        for name, average in self._averages.items():
+        for name, average in self.moving.items():
             average.lerp_(self._parameters[name].detach(), self._weight)
 
     def entries(self, optimizer: torch.optim.Optimizer) -> States:
         """Copies on the CPU of what is evaluated instead of the weights, as state entries by parameter name."""
-        averaged = {n: {EMA: average.to("cpu", copy=True)} for n, average in self._averages.items()}
+        averaged = {n: {EMA: average.to("cpu", copy=True)} for n, average in self.moving.items()}
         for name, weight in _evaluated(optimizer, self._parameters).items():
             averaged.setdefault(name, {})[EVALUATED] = weight.to("cpu")
         return averaged
