@@ -32,6 +32,8 @@ from roundelay.planner import weight_segments
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.planner.mesh_signatures import residences_of
 from roundelay.planning.planning import plan as planned
+from roundelay.proof import fidelity_on_mesh
+from roundelay.proof.fidelity_on_mesh import differs_on_mesh
 from roundelay.proof.run_vs_reference import verify
 from roundelay.proof.tamper_ways import EXCHANGE_WAYS, STALE_GATHER, WAYS
 from roundelay.runtime.gradients import Gradients
@@ -205,7 +207,26 @@ def test_the_whole_proof_from_plain_pytorch_on(zero: int) -> None:
     found = verify(place.job(), plan=split(place, "1f1b", 1, 2, zero=zero), steps=3)
     assert found.fidelity is not None
     assert found.fidelity.equal, found.differences()
+    assert found.fidelity.mesh == f"2 replicas x ZeRO {zero}"
     assert found.equal, found.differences()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "zero", "broken"),
+    [(2, 0, "total_gradients"), (2, 2, "add_made"), ("2x2", 3, "add_made"), ("2x2", 3, "total_gradients")],
+)
+def test_replicas_that_a_reference_leaves_out_differ_from_one_worker(
+    monkeypatch: pytest.MonkeyPatch, replicas: int | str, zero: int, broken: str
+) -> None:
+    place = bench("mlp")
+    fields = {} if isinstance(replicas, str) else {"zero": zero}
+    plan = split(place, "1f1b", 1, replicas, **fields)
+    (batch, *_) = place.job().batches(0)  # type: ignore[operator]
+    assert differs_on_mesh(place.captured, plan, batch, 0) == ""
+    sums = getattr(fidelity_on_mesh, broken)
+    monkeypatch.setattr(fidelity_on_mesh, broken, lambda each, *more: sums(each[:1], *more))
+    found = differs_on_mesh(place.captured, plan, batch, 0)
+    assert "gradient of" in found
 
 
 def test_it_trains_after_a_full_check() -> None:

@@ -111,6 +111,8 @@ def show_verification(plan: Plan, result: Verification) -> None:
     stdout.print()
     if result.fidelity is not None:
         stdout.print(str(result.fidelity), markup=False)
+        if result.fidelity.mesh:
+            stdout.print(f"mesh = no mesh: equal but for rounding: {result.fidelity.mesh}", markup=False)
     compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
     odd = result.nondeterministic
     if not result.difference:

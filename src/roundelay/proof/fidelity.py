@@ -61,6 +61,7 @@ class Fidelity:
         unchecked: why nothing could be compared; empty if it was.
         nondeterministic: an operation that gives other bits at each call on the device, so that a difference proves
             nothing; empty if there is none.
+        mesh: the workers on which the model computes the same as on one, but for rounding; empty if there is one.
         seconds: time that the comparison took.
     """
 
@@ -76,6 +77,7 @@ class Fidelity:
     notes: tuple[str, ...] = ()
     unchecked: str = ""
     nondeterministic: str = ""
+    mesh: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -140,7 +142,8 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         captured = captured.whole or captured
     device = compared_on(plan)
     in_process = device.type != CPU or must_share_process()
-    if plan.mesh_size > 1:
+    mesh = plan.arrangement if plan.grid.size > 1 else ""
+    if mesh:
         check = partial(differs_on_mesh, captured, plan, batches[0][0], seed)
         if difference := _called(check, "the model on its mesh", job, device, limit_s, in_process=in_process):
             return Fidelity(equal=False, exact=False, difference=difference, kind="mesh")
@@ -154,7 +157,7 @@ def compare_with_plain(  # noqa: PLR0913  a comparison is of this many things
         results = _compared(case, shared, fitted(captured, plan) if stages is None else stages, limit_s)
     finally:
         shared.close()
-    return replace(results, seconds=time.monotonic() - began)
+    return replace(results, mesh=mesh, seconds=time.monotonic() - began)
 
 
 def _shared_memory(case: FidelityCase) -> SharedTensors:

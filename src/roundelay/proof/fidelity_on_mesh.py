@@ -1,4 +1,8 @@
-"""Compares a model on a mesh with the same model without it, on one micro-batch: loss, gradients and buffers.
+"""Compares a model on a plan's mesh, replicas included, with the same model without: losses, gradients, buffers.
+
+Both sides compute the first micro-batches of a batch by the reference's own functions: on one side dealt to replicas,
+in parts, with what these exchange; on the other one after the other. So this ties the reference, which a run must equal
+bit for bit, to what one worker computes.
 
 Parts of sums are added in another order on a mesh, so the last bits differ. What is compared is whether each gradient
 is the same up to rounding: :data:`RELATIVE` of its own size, and of the size of all gradients where that is larger than
@@ -7,16 +11,18 @@ its own, as a gradient that cancels out (that of an attention's key bias) is not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from roundelay.frontend import Captured, RngKey
-from roundelay.frontend.batch import Batch, split
+from roundelay.frontend.batch import Batch, num_rows, part_rows, split
 from roundelay.frontend.stages.precision import FULL
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.ir.graph import LOSS
+from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import segment_ends
@@ -24,7 +30,8 @@ from roundelay.lower.partition import partition
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.on_mesh import on_mesh
 from roundelay.reference import ReferenceStage
-from roundelay.reference.mesh import Each, backward, forward, local, whole_gradients
+from roundelay.reference.mesh import Each, backward, forward, local
+from roundelay.reference.replica import Replica, add_made, total_gradients
 
 RELATIVE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 2e-4, torch.complex64: 2e-4}
 """Largest relative difference of what is computed in full precision, by dtype; :data:`COARSE` for all else. Norms of
@@ -37,6 +44,9 @@ NOISE, MOST = 1.0, 0.2
 """Where the model itself does, its rounding is measured: of each value this multiple of how far it moves if weights
 change by one rounding, and at most so much: a T5 in bfloat16 is as far from itself in float32 as 0.1."""
 
+ROUNDS = 2
+"""Micro-batches of each replica that are compared: sums over micro-batches and over replicas are of two or more."""
+
 OF_ALL = 1e-3
 """The share of the size of all gradients below which a gradient's own size does not count."""
 
@@ -48,17 +58,17 @@ def differs_on_mesh(captured: Captured, plan: Plan, batch: Batch, seed: int) -> 
 
     Args:
         captured: the model, on no mesh.
-        plan: has the mesh, the precision and the micro-batches.
-        batch: of which the first micro-batch is taken.
+        plan: has the mesh, the replicas, the precision and the micro-batches.
+        batch: of which the first micro-batches are taken, :data:`ROUNDS` for each replica.
         seed: of the run, for random numbers.
     """
     whole = for_plan(captured, replace(plan, mesh={}, parameters={}, outputs={}, states={}, compile=False))
-    micro_batch = split(batch, max(1, plan.batch_parts), whole.graph.min_rows)[0]
-    values = whole.values(micro_batch)
-    theirs = _computed(whole, values, seed, plan)
-    ours = _computed(on_mesh(whole, plan), values, seed, plan)
+    rounds = _rounds(whole, plan, batch)
+    in_turn = [[entry] for dealt in rounds for entry in dealt]
+    theirs = _computed(whole, in_turn, seed, plan)
+    ours = _computed(on_mesh(whole, plan), rounds, seed, plan)
     epsilon = _epsilon(captured)
-    moved = _computed(whole, values, seed, plan, epsilon) if epsilon else theirs
+    moved = _computed(whole, in_turn, seed, plan, epsilon) if epsilon else theirs
     near = RELATIVE if plan.precision == FULL else {}
     least = OF_ALL * sum(_norm(gradient) ** 2 for gradient in theirs[1].values()) ** 0.5
     for what, *of_each in zip(("loss", "gradient of", "buffer"), ours, theirs, moved, strict=True):
@@ -99,10 +109,27 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(tensor.abs().double().norm())
 
 
+def _rounds(captured: Captured, plan: Plan, batch: Batch) -> list[list[tuple[MicroBatch, Tensors]]]:
+    """The first micro-batches of a batch as they are dealt, one to each replica at a time."""
+    size, least = plan.replicas, captured.graph.min_rows
+    sizes, parts = (of(batch, plan.batch_parts, least) for of in (part_rows, split))
+    count, rows = -(-len(parts) // size), num_rows(batch)
+    entries = [
+        (MicroBatch(n // size, 0, n // size, count, own, rows, 0, 1, 1, replica=n % size, replicas=size), part)
+        for n, (own, part) in enumerate(zip(sizes, parts, strict=True))
+    ]
+    some = [(header, captured.values(part)) for header, part in entries[: ROUNDS * size]]
+    return [some[first : first + size] for first in range(0, len(some), size)]
+
+
 def _computed(
-    captured: Captured, values: Tensors, seed: int, plan: Plan, epsilon: float = 0.0
+    captured: Captured,
+    rounds: Sequence[Sequence[tuple[MicroBatch, Tensors]]],
+    seed: int,
+    plan: Plan,
+    epsilon: float = 0.0,
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """Loss, gradients and buffers of one micro-batch, without cuts between stages; with weights moved by so much."""
+    """Losses, gradients and each replica's buffers, without cuts between stages; with weights moved by so much."""
     last = captured.graph.ops[-1].name
     ends = segment_ends(captured.graph, [[last]], captured.boxes) if captured.boxes else [[last]]
     (spec,) = partition(captured.graph, ends).stages
@@ -110,13 +137,25 @@ def _computed(
     workers = range(len(stage.functions))
     named = {n: _moved(p.detach(), epsilon) for n, p in captured.parameters().items() if n in spec.parameters}
     weights = [local(stage, named, worker) for worker in workers]
-    own = captured.buffers()
-    buffers = [{n: own[n].clone() for n in spec.buffers} for _ in workers]
-    each: Each = [dict(values) for _ in workers]
-    tapes = forward(stage, weights, buffers, each, RngKey(seed, 0), "stash")
-    gradients: Each = [{LOSS: torch.ones_like(each[0][LOSS])} for _ in workers]
-    of_parameters = whole_gradients([stage], backward(stage, weights, tapes, gradients))
-    return {LOSS: each[0][LOSS]}, of_parameters, buffers[0]
+    own, size = captured.buffers(), len(rounds[0])
+    replicas = [Replica(r, {}, len(workers)) for r in range(size)]
+    held = {header.replica: {n: own[n] for n in spec.buffers} for dealt in rounds for header, _ in dealt}
+    losses: list[torch.Tensor] = []
+    shards = plan.shards if size > 1 and plan.shards else size
+    for dealt in rounds:
+        for replica, (header, values) in zip(replicas, dealt, strict=False):
+            buffers = [{n: b.clone() for n, b in held[header.replica].items()} for _ in workers]
+            each: Each = [dict(values) for _ in workers]
+            tapes = forward(stage, weights, buffers, each, RngKey(seed, header.number), "stash")
+            held[header.replica] = buffers[0]
+            losses.append(each[0][LOSS].detach())
+            gradients: Each = [{LOSS: torch.full_like(each[0][LOSS], header.weight)} for _ in workers]
+            replica.add(backward(stage, weights, tapes, gradients), stage.made)
+        for first in range(0, size, shards):
+            add_made(replicas[first : first + shards])
+    total = total_gradients(replicas, [stage], rounds[-1][-1][0].end, shards)
+    buffers_of = {f"{n} of replica {r}" if r else n: b for r, of in held.items() for n, b in of.items()}
+    return {LOSS: torch.stack(losses)}, total, buffers_of
 
 
 def _moved(weight: torch.Tensor, epsilon: float) -> torch.Tensor:
