@@ -126,6 +126,18 @@ def test_it_is_split_and_computes_what_plain_pytorch_does(model: str) -> None:
     assert found.fidelity.gradients
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_proved_in_stages_on_replicas_of_a_mesh_with_parts_of_states_or_weights(model: str, zero: int) -> None:
+    job = job_of(model)
+    found = roundelay.verify(
+        job, workers=2, data_parallel=2, tensor_parallel=2, zero=zero, rule="1f1b", cuts="equal", steps=2
+    )
+    assert found.equal, found.differences()
+    assert found.fidelity is not None
+    assert found.fidelity.mesh == f"2 replicas x 2 stages x tensor 2 x ZeRO {zero}"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_layer_exchanges_what_megatron_lm_s_does(model: str) -> None:
     job = job_of(model)

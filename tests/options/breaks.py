@@ -287,8 +287,8 @@ OPTIONS = (
         (
             Edit(
                 "runtime/stage_state.py",
-                "weights, self.buffers, inputs, draw",
-                "weights, dict(self.buffers), inputs, draw",
+                "whole, self.buffers, inputs, draw",
+                "whole, dict(self.buffers), inputs, draw",
             ),
             Edit(_REFERENCE, "shared.update(buffers[0])", "pass"),
         ),

@@ -39,6 +39,7 @@ class Case:
         kills: how often it is killed before it may end.
         seed: of the moments.
         amid: whether to wait for a checkpoint that is being written.
+        holders: options that say how many workers hold a stage.
     """
 
     rule: str
@@ -49,6 +50,7 @@ class Case:
     kills: int
     seed: int
     amid: bool = False
+    holders: tuple[object, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -67,7 +69,7 @@ class Case:
             "--checkpoint-every": self.every,
             "--epochs": EPOCHS,
         }
-        return tuple(part for pair in given.items() for part in pair)
+        return (*(part for pair in given.items() for part in pair), *self.holders)
 
 
 def draw(rule: str, seed: int) -> Case:

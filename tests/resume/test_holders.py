@@ -35,6 +35,7 @@ class OneHostOnly:
     def __init__(self, number: int, use: StateUse, report: Any) -> None:
         self.own = StateReporter(number, replace(use, shared=number == 0), report)
         self.hand_over, self.finish = self.own.hand_over, self.own.finish
+        self.note_sums, self.sums = self.own.note_sums, self.own.sums
 
 
 @pytest.mark.parametrize("transport", ["memory", "shm"])
@@ -123,6 +124,7 @@ def test_the_end_of_a_run_waits_for_a_slow_disk_and_not_for_a_hung_one(
     slow, reports = Slow(seconds), list[Report]()
     monkeypatch.setattr(state_reports, "write_state", slow)
     monkeypatch.setattr(state_reports, "_held", lambda *_: HeldState(0, {}, {}, {}))
+    monkeypatch.setattr(state_reports.StateReporter, "note_sums", lambda *_: None)
     reporter = StateReporter(0, StateUse(folder=tmp_path), reports.append)
     for header in stream([1, 1, 1]):
         reporter.hand_over(None, header._replace(saved=1), None)  # type: ignore[arg-type]
@@ -144,6 +146,7 @@ def test_a_long_write_is_no_hung_one_while_its_file_grows(tmp_path: Path, monkey
     reports = list[Report]()
     monkeypatch.setattr(state_reports, "write_state", growing)
     monkeypatch.setattr(state_reports, "_held", lambda *_: HeldState(0, {}, {}, {}))
+    monkeypatch.setattr(state_reports.StateReporter, "note_sums", lambda *_: None)
     reporter = StateReporter(0, StateUse(folder=tmp_path), reports.append)
     reporter.hand_over(None, stream([1])[0]._replace(saved=1), None)  # type: ignore[arg-type]
     reporter.finish(0.5)

@@ -30,6 +30,8 @@ pytestmark = [
 CASES = (
     Case("pipeoptim", 3, 1, "shm", 2, 1, seed=4),
     Case("cdp-v2", 4, 3, "memory", 1, 1, seed=2, amid=True),
+    Case("pipedream", 2, 1, "shm", 2, 1, seed=1, holders=("--data-parallel", 2, "--zero", 3)),
+    Case("pipeoptim", 1, 1, "shm", 1, 1, seed=3, holders=("--hybrid", "2x2")),
 )
 
 

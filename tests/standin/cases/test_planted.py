@@ -119,7 +119,7 @@ def optimizer_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def _averages(of: WeightAverages, result: None) -> None:
-    of._averages = {name: average.cpu() for name, average in of._averages.items()}
+    of.moving = {name: average.cpu() for name, average in of.moving.items()}
 
 
 def _buffers(of: Stage, result: None) -> None:
