@@ -340,8 +340,9 @@ def _in_parts(
         return [[line for i, channel in part for line in exchanged(whole, channel, f"{of}{i}")] for part in own]
 
     needed, made = beside(gathers, SEGMENT, _gathered), beside(scatters, GRADIENTS, _exchanged)
-    if whole.opcode == "forward" and needed[0]:
-        needed[0][0], whole = replace(needed[0][0], takes=whole.takes), replace(whole, takes=())
+    first = next((own for own in needed[:2] if own), None)
+    if whole.opcode == "forward" and first is not None:
+        first[0], whole = replace(first[0], takes=whole.takes), replace(whole, takes=())
     if not borders:
         return [*needed[0], whole, *made[0]]
     spans = [f"{start}:{stop}" for start, stop in ends]
