@@ -73,6 +73,11 @@ def test_the_physical_graph_says_when_weights_are_gathered_and_gradients_scatter
     for line in ("before each forward, weights S>B: ", "before each backward, weights S>B: "):
         assert f"    {line}" in said.out
     assert "    after each backward, gradients of weights P>S: " in said.out
+    assert said.out.startswith("S(1): split along dimension 1;")
+    assert "at the batch's end, the number of terms that losses have summed: 8 bytes" in said.out
+    assert "stored whole" not in said.out
+    said = here(capsys, "plan", MLP, "--workers", 1, "--data-parallel", 6, "--zero", 3, "--show", "graph")
+    assert "stored whole: 8.bias: no dimension is as long as the 6 replicas" in said.out
 
 
 def test_two_launched_processes_are_a_mesh(capsys: Capture, workplace: Path) -> None:

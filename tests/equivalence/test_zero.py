@@ -29,8 +29,10 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.verify_schedule import check_run
 from roundelay.planner import weight_segments
+from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.planner.mesh_signatures import residences_of
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.planning import plan as planned
 from roundelay.proof import fidelity_on_mesh
 from roundelay.proof.fidelity_on_mesh import differs_on_mesh
@@ -510,6 +512,30 @@ def test_each_replica_writes_its_part(tmp_path: Path) -> None:
     assert max(sizes[1]) < 0.6 * max(sizes[0])
 
 
+@pytest.mark.parametrize(
+    ("replicas", "given", "kept"),
+    [
+        ("2x2", {}, {"hybrid": "2x2", "devices": "cpu,cpu,cpu,cpu"}),
+        ("2x2", {"data_parallel": 3}, {"zero": 3}),
+        ("2x2", {"data_parallel": 1}, {"zero": 0}),
+        ("2x2", {"zero": 1}, {"data_parallel": 4, "zero": 3, "devices": "cpu,cpu,cpu,cpu"}),
+        (4, {"hybrid": "2x2"}, {"devices": "cpu,cpu,cpu,cpu"}),
+        (4, {"hybrid": "2x3"}, {}),
+        (4, {}, {"data_parallel": 4, "zero": 1, "devices": "cpu,cpu,cpu,cpu"}),
+    ],
+)
+def test_a_run_that_goes_on_takes_over_how_many_hold_a_stage(
+    replicas: int | str, given: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    plan = split(bench("mlp"), "1f1b", 1, replicas, ema=0.5)
+    found = inherited(plan, Choices(**given)).given()
+    assert {name: found.get(name) for name in ("data_parallel", "zero", "hybrid", "devices")} == {
+        name: kept.get(name, plan.replicas if name == "data_parallel" and "data_parallel" in given else None)
+        for name in ("data_parallel", "zero", "hybrid", "devices")
+    }
+    assert found["ema"] == 0.5
+
+
 # --- what is refused
 
 
@@ -541,6 +567,8 @@ def test_a_plan_whose_states_do_not_fit_is_refused(change: Callable[[Plan], Plan
         ("rehearse", 2, {"stages": 2}, "predictor of the plan, with split states"),
         ("pipeoptim", 2, {"backward": "recompute", "stages": 2}, "backward of the plan, with split states"),
         ("1f1b", 1, {}, "--zero 1: got one replica"),
+        ("1f1b", 60, {}, "--zero 1: got no parameter with a dimension as long as the 60 replicas"),
+        ("1f1b", "2x60", {}, "--hybrid 2x60: got no parameter with a dimension as long as the 60 replicas"),
         ("1f1b", 2, {"zero": 4}, "--zero: got 4; expected 0 to 3"),
         ("1f1b", "2x1", {}, "--hybrid: got 2x1; expected RxS"),
         ("1f1b", "2x2", {"data_parallel": 2}, "--hybrid 2x2 with --data-parallel: got both"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -31,7 +31,7 @@ def ending_unacknowledged(seconds: float = UNACKNOWLEDGED_S) -> Iterator[None]:
     yield
     opened = _connections() - before if hasattr(socket, "TCP_USER_TIMEOUT") else set[tuple[int, object]]()
     for descriptor, _ in opened:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it may be closed by now
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 

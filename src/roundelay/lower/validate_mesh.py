@@ -150,18 +150,25 @@ def _check_states(reading: Reading) -> None:
     """Check what a split of the optimizer's states can be combined with."""
     plan = reading.plan
     refused = {
-        "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split"),
+        "replicas": (plan.replicas == 1, "1", "2 or more, over which the states are split", "Give --data-parallel 2"),
         "shards": (
             bool(plan.shards) and (plan.shards < 2 or plan.replicas % plan.shards > 0 or plan.shards == plan.replicas),
             f"{plan.shards} of {plan.replicas} replicas",
             "0, or a divisor of the replicas other than 1 and themselves",
+            "Correct it",
         ),
-        "predictor": (plan.predictor == "partial", plan.predictor, "another: a replica knows its part of a sum only"),
-        "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM"),
+        "predictor": (
+            plan.predictor == "partial",
+            plan.predictor,
+            "another: a replica knows its part of a sum only",
+            "Give another --predictor, or a rule that has one",
+        ),
+        "clip": (plan.clip.by == "stage", plan.clip, "none, previous:NORM or global:NORM", "Give another --clip"),
         "precision": (
             plan.loss_scale.on and reading.schedule.window != "batch",
             plan.precision,
             "fp32 or bf16: a replica alone does not know whether a gradient is finite",
+            "Give --precision bf16, or a rule that flushes, such as 1f1b",
         ),
     }
     if "weights" in plan.sharded or plan.predictor != NO_PREDICTOR:
@@ -170,8 +177,14 @@ def _check_states(reading: Reading) -> None:
                 plan.backward == "recompute",
                 plan.backward,
                 "mixed or stash: that mode runs a whole stage",
+                "Give --backward stash or mixed",
             ),
-            "compile": (plan.compile, "true", "false: parts of a stage between exchanges are not compiled yet"),
+            "compile": (
+                plan.compile,
+                "true",
+                "false: parts of a stage between exchanges are not compiled yet",
+                "Leave --compile out",
+            ),
         }
     if plan.sharded not in [SHARDED[: i + 1] for i in range(len(SHARDED))]:
         raise PlanError(
@@ -180,12 +193,11 @@ def _check_states(reading: Reading) -> None:
             expected="the first, or the first few, of " + ", ".join(SHARDED),
             remedy="Correct it; what is in the plan's [states] is split so.",
         )
-    for name, (wrong, got, expected) in refused.items():
+    for name, (wrong, got, expected, remedy) in refused.items():
         if wrong and plan.states:
             raise PlanError(
                 f"{name} of the plan, with split states",
                 got=str(got),
                 expected=expected,
-                remedy="Change it (a mode: --backward stash or mixed), or give another --zero, or remove the plan's "
-                "[states].",
+                remedy=f"{remedy}, or leave out what splits them: --zero, --hybrid, or the plan's [states].",
             )

@@ -61,10 +61,10 @@ def choose_micro_batches(
         return _of_statistics(rule, micro_batches, replicas, run, whole=whole_batches and micro_batches > 1)
     if divisibility.kind == "whole" and replicas > 1:
         raise PlanError(
-            f"--data-parallel {replicas}",
+            f"{replicas} replicas (--data-parallel, --hybrid)",
             got=divisibility.why,
             expected="batches that can be dealt out to the replicas by rows",
-            remedy="Give larger batches whose tensors have the batch dimension first, or no --data-parallel.",
+            remedy="Give larger batches whose tensors have the batch dimension first, or leave replicas out.",
         )
     if requested and run == 1:
         return MicroBatchChoice(micro_batches, f"{divisibility.why}: each such batch is trained whole")

@@ -7,11 +7,11 @@ from typing import Any
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
-from roundelay.planner.holder_choices import parts_of
+from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.plan_options import Choices
 from roundelay.schedules import PIPELINE, schedule_named
 
-_ALWAYS = ("rule", "compile", "precision", "deterministic", "transport", "deadline_s")
+_ALWAYS = ("rule", "compile", "precision", "ema", "deterministic", "transport", "deadline_s")
 _WITH_THE_RULE = ("micro_batches", "predictor", "backward")
 
 
@@ -22,11 +22,9 @@ def inherited(plan: Plan, choices: Choices) -> Choices:
     of workers.
     """
     given = choices.given()
-    sizes = sizes_of(plan) if given.get("layout", plan.layout) == plan.layout else {}
+    sizes = _sizes_beside(plan, given) if given.get("layout", plan.layout) == plan.layout else {}
     alike = _micro_batches_alike(plan, given)
     sizes.pop("tensor_parallel", 0)  # what found the plan's signatures; they are inherited themselves
-    for name in _replaced(given):
-        sizes.pop(name, 0)
     divided = {"zero": 0} if given.get("data_parallel", 0) == 1 else {}
     if "zero" in sizes:
         divided = {"zero": sizes.pop("zero")} | divided
@@ -35,7 +33,8 @@ def inherited(plan: Plan, choices: Choices) -> Choices:
     if plan.mesh_size > 1 and not given.keys() & {"signatures", "tensor_parallel"}:
         kept["signatures"] = GivenSignatures.of(plan)
     rule = given.get("rule", plan.rule)
-    same_size = bool(sizes) and parts_of(choices.over(Choices(**kept))) == plan.mesh_size
+    held = choices.over(Choices(**kept))
+    same_size = bool(sizes) and (parts_of(held), replicas_of(held)) == (plan.mesh_size, plan.replicas)
     same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule and sizes:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE} | sizes
@@ -64,11 +63,12 @@ def sizes_of(plan: Plan) -> dict[str, Any]:
     return {"workers": plan.num_workers // plan.grid.size, "tensor_parallel": plan.mesh_size, **held}
 
 
-def _replaced(given: dict[str, Any]) -> set[str]:
-    """Choices that are not taken over beside those that are given in their place."""
-    if "hybrid" in given:
-        return {"data_parallel", "zero"}
-    return {"hybrid"} if given.keys() & {"data_parallel", "zero"} else set()
+def _sizes_beside(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """The same, without those in whose place others are given: ``hybrid``, or what it replaces."""
+    sizes, whole = sizes_of(plan), {"data_parallel": plan.replicas, "zero": plan.zero}
+    if plan.layout == PIPELINE and given.keys() & whole.keys():
+        return {name: size for name, size in (whole | sizes).items() if name != "hybrid"}
+    return {name: size for name, size in sizes.items() if "hybrid" not in given or name not in whole}
 
 
 def common_threads(plan: Plan) -> int | None:

@@ -258,5 +258,5 @@ def _check_signature(graph: Graph, name: str, signature: Signature, parts: int) 
             f"the signature of parameter {name!r}",
             got=f"{signature} over {parts} workers",
             expected=f"B, or a split of one of its dimensions, of sizes {parameter.shape}, into {parts} parts or more",
-            remedy="Correct `parameters` of the plan.",
+            remedy="Correct [parameters] or [states] of the plan.",
         )

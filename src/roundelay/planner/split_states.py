@@ -18,19 +18,27 @@ def split_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tup
     """The plan with the states split that can be, by ``--zero``, and what to say of those that are left whole.
 
     Raises:
-        PlanError: the optimizer may look at the whole of every parameter.
+        PlanError: the optimizer may look at the whole of every parameter, or none can be split.
     """
     dims = longest_dimensions(laid, plan.grid.shards)
     if plan.predictor != NO_PREDICTOR:  # each replica predicts what it updates, and that is gathered for its reader
         dims = {name: split for name, split in dims.items() if name in read_once(laid.graph)}
+    asked = f"--hybrid {plan.replicas // plan.shards}x{plan.shards}" if plan.shards else f"--zero {level}"
+    if not dims:
+        raise PlanError(
+            asked,
+            got=f"no parameter with a dimension as long as the {plan.grid.shards} replicas that would split it",
+            expected="fewer replicas, or larger weights",
+            remedy="Give fewer, or leave it out.",
+        )
     whole = source.whole_states({n: split.dim for n, split in dims.items()})
     why = next(iter(whole.values()), "")
     if whole and len(whole) == len(dims):
         raise PlanError(
-            f"--zero {level}",
+            asked,
             got=f"an optimizer with {why}",
             expected="one that treats each element of a parameter alone, as SGD and Adam do: a replica updates a part",
-            remedy="Leave --zero out, or take such an optimizer.",
+            remedy="Leave it out, or take such an optimizer.",
         )
     split = {name: one for name, one in dims.items() if name not in whole}
     patterns = with_patterns(split, list(laid.graph.parameters))

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 from roundelay.errors import counted
 from roundelay.frontend import Captured
+from roundelay.ir.bucket import COUNTED
 from roundelay.ir.exchange import GRADIENT_PARTS, USED, WEIGHT_BACKWARD, WEIGHT_FORWARD, ExchangePlan
+from roundelay.ir.graph import Parameter
 from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.residence import LOW
+from roundelay.ir.rule import NO_PREDICTOR
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.partition import partition
@@ -27,7 +30,8 @@ from roundelay.planning.on_mesh import mesh_facts, on_mesh, without_writes_of
 
 LEGEND = (
     "S(1): split along dimension 1; S(1/3*64): each of its 3 blocks, in units of 64; B: whole on each worker; P: the "
-    "sum of what workers have; P(max): the largest of it. S(1)>B: an exchange that makes the second of the first"
+    "sum of what workers have; P(max): the largest of it. S(1)>B: an exchange that makes the second of the first. "
+    "Segment: operations that run together"
 )
 
 
@@ -57,12 +61,33 @@ def physical_graph(captured: Captured, plan: Plan) -> PhysicalGraph:
     boxed = on_mesh(captured, plan)
     stages = partition(boxed.graph, [stage.segments for stage in plan.stages], plan.recompute)
     lines = [line for spec in stages.stages for line in _of_stage(boxed, plan, spec)]
+    legend = [LEGEND] if plan.exchanges else []
+    stored = [f"stored whole: {name}: {why}" for name, why in by_pattern(_stored_whole(boxed, plan)).items()]
     if boxed.sharding is None:
-        return PhysicalGraph(lines, (), {})
+        return PhysicalGraph([*legend, *lines, *stored], (), {})
     whole = left_whole(mesh_facts(without_writes_of(captured)), boxed.sharding.parameters, plan.mesh_size)
     told = [f"left whole: {name}: {why}" for name, why in by_pattern(whole).items()]
     boxings = [_boxing(boxed, exchange, plan.mesh) for exchange in plan.exchanges if exchange.value]
-    return PhysicalGraph([LEGEND, *lines, *told], boxings, whole)
+    return PhysicalGraph([*legend, *lines, *told, *stored], boxings, whole)
+
+
+def _stored_whole(captured: Captured, plan: Plan) -> dict[str, str]:
+    """Why each replica keeps all of a parameter, where a plan stores weights in parts, by name."""
+    if not plan.states or not ("weights" in plan.sharded or plan.predictor != NO_PREDICTOR):
+        return {}
+    residences, size = captured.residences, plan.grid.shards
+
+    def why(name: str, parameter: Parameter) -> str:
+        if not parameter.trainable:
+            return "it is frozen"
+        if name in residences:
+            return "several operations read it"
+        if max(parameter.shape, default=0) < size:
+            return f"no dimension is as long as the {size} replicas"
+        return "the plan's [states] leave it out"
+
+    gathered = {name for name, residence in residences.items() if residence.is_gathered}
+    return {n: why(n, parameter) for n, parameter in captured.graph.parameters.items() if n not in gathered}
 
 
 def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
@@ -90,6 +115,7 @@ def _of_stage(captured: Captured, plan: Plan, spec: StageSpec) -> Iterator[str]:
     for exchange in own:
         if not exchange.value and exchange.kind not in _OF_SEGMENTS:
             what = "weights" if exchange.kind == "weight" else "gradients of weights"
+            what = "the number of terms that losses have summed" if exchange.dtypes == (COUNTED,) else what
             yield f"  at the batch's end, {what}: {_moved(exchange, axes)}"
 
 

@@ -119,7 +119,7 @@ class Gradients:
     def reduced(self, rows: tuple[torch.Tensor, ...]) -> None:
         """Take the sums over all replicas of this one's parts in place of its own."""
         assert self._due is not None, "only then is anything scattered"
-        own = self._due.own(rows, self._shard)
+        own = self._due.own(rows, self._shard) if rows else {}
         self._sums |= own
         self._own -= own.keys()
 
