@@ -31,6 +31,7 @@ from roundelay.proof.fidelity_differences import DifferenceChecker
 from roundelay.proof.plain_stepper import MicroBatchPart, Update, generator_now, seed_of
 from roundelay.proof.shared_memory_tensors import Index, SharedTensors
 from roundelay.runtime.loss_scaler import LossScaler
+from roundelay.runtime.loss_seed import lacking_weight, seed
 from roundelay.runtime.stage_state import Stage
 from roundelay.session.resume import initial
 
@@ -156,8 +157,9 @@ class CapturedStepper:
             values.update(outputs)
         drawn = generator_now()
         last = self.stages[-1]
-        lacking = last.lacking(header, float(outputs[LABELS])) if LABELS in outputs else 0.0
-        grads: dict[str, torch.Tensor | None] = dict(last.seed(header, outputs[LOSS], scale, lacking))
+        lacking = lacking_weight(header, float(outputs[LABELS]), last.labels_per_row) if LABELS in outputs else 0.0
+        counts = COUNT in last.function.outputs
+        grads = seed(header, outputs[LOSS], counts=counts, scale=scale, lacking=lacking)
         for stage in reversed(self.stages):
             entering = {name: grads.pop(name, None) for name in stage.function.outputs}
             of_inputs, _ = stage.backward(self._run(stage, "backward", header), entering, scale)

@@ -25,6 +25,7 @@ from roundelay.runtime.collectives import Parts
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.links import Room
 from roundelay.runtime.loss_scaler import LossScaler
+from roundelay.runtime.loss_seed import lacking_weight, seed
 from roundelay.runtime.processes.worker_messages import Report, Reporter
 from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter
@@ -177,8 +178,9 @@ def do_backward(context: Context, run: Run) -> MicroBatch | None:
         grads.update(zip(context.edges[channel][1].gradients, message.values[1:], strict=True))  # type: ignore[arg-type]
     scale = header.loss_scale
     if run.g in context.losses:
-        lacking = 0.0 if COUNT in stage.function.outputs else context.counts[run.g]
-        grads |= stage.seed(header, context.losses.pop(run.g), scale, lacking)
+        counts = COUNT in stage.function.outputs
+        lacking = 0.0 if counts else context.counts[run.g]
+        grads |= seed(header, context.losses.pop(run.g), counts=counts, scale=scale, lacking=lacking)
     entering = {name: grads.pop(name, None) for name in stage.part_of(run).outputs}
     of_inputs, of_parameters = stage.backward(run, entering, scale)
     if context.audit is not None:
@@ -452,7 +454,7 @@ def _report_loss(context: Context, run: Run, outputs: Mapping[str, Any]) -> None
     if COUNT in outputs:
         check_count(loss, count)
     context.losses[header.g] = outputs[LOSS]
-    lacking = context.stage.lacking(header, numbers[LABELS]) if LABELS in numbers else 0.0
+    lacking = lacking_weight(header, numbers[LABELS], context.stage.labels_per_row) if LABELS in numbers else 0.0
     context.counts[header.g] = count or lacking
     data: dict[str, Any] = {"g": header.number, "loss": loss, "count": count, "header": header.numbers()}
     if context.stage.part:  # the first worker of the mesh reports it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,17 +11,15 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
 from roundelay.checkpoint.shards import Shard
-from roundelay.errors import JobError
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.segment import Leaves, storages_of
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
-from roundelay.ir.graph import COUNT, LOSS
-from roundelay.ir.mesh import REPLICAS
+from roundelay.ir.mesh import COPIES, REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.stage import StageSpec
-from roundelay.ir.work import Work
+from roundelay.ir.work import Settings, StageWork, Work
 from roundelay.job import Job
 from roundelay.observe.state_digest import Sums, sums_of
 from roundelay.runtime.forward_replay import ResumeState, kept_at, last_steps
@@ -93,19 +90,9 @@ class Stage:
         #: weights that the next forward reads in place of the rule's; set only to tamper with a run
         self.forward_weights: Mapping[str, torch.Tensor] | None = None
         #: gradients of the current batch
-        self.gradients = Gradients(
-            spec.parameters,
-            self.clip,
-            scaled=settings.loss_scale.on,
-            shares=not captured.graph.loss_counts,
-            buckets=self._buckets(own.exchanges, captured, whole),
-            counted=self.owned.names,
-            due=self.owned.due,
-            made=self.owned.made,
-            copied=self.owned.copied,
-            shard=replica % settings.shards,
-        )
-        self._labels_per_row = captured.graph.labels_per_row
+        self.gradients = _gradients(captured, own, settings, self.owned, whole)
+        #: labels of a row, where the loss is a mean over labels; else 0
+        self.labels_per_row = captured.graph.labels_per_row
         resumed = [n for n, p in self.parameters.items() if p.requires_grad and initial.updates]
         last = {n: LastStep(rate=0.0, displacement=None, gradient=None) for n in resumed}
         if flight is not None:
@@ -221,45 +208,6 @@ class Stage:
         self.gradients.add(of_parameters, g)
         return of_parameters
 
-    def seed(
-        self, header: MicroBatch, loss: torch.Tensor, scale: float = 1.0, lacking: float = 0.0
-    ) -> dict[str, torch.Tensor | None]:
-        """Return the gradient of the loss: the micro-batch's weight in the batch's mean, times the loss scale.
-
-        Args:
-            header: header of the micro-batch.
-            loss: its loss.
-            scale: its loss scale.
-            lacking: the part of its weight that its ignored labels would have; see :meth:`lacking`.
-        """
-        return {
-            LOSS: torch.full_like(loss, scale * (1.0 if COUNT in self.function.outputs else header.weight - lacking))
-        }
-
-    def lacking(self, header: MicroBatch, labels: float) -> float:
-        """Return the part of a micro-batch's weight in the batch's mean that its ignored labels would have.
-
-        The update divides by the sum of the remaining weights. With one micro-batch per batch it is 0, as the loss is
-        the batch's mean already.
-
-        Args:
-            header: header of the micro-batch.
-            labels: number of its labels that the loss counts; NaN if the loss is not a mean over labels.
-
-        Raises:
-            JobError: the loss is not a mean over labels for this batch.
-        """
-        if header.whole:
-            return 0.0
-        if math.isnan(labels):
-            raise JobError(
-                "the loss",
-                got="a value other than the mean of a cross entropy, which it returned on the first batch",
-                expected="the same kind of loss for every batch, so that its micro-batches can be weighted",
-                remedy="Compute the loss in the same way for every batch, or give --micro-batches 1.",
-            )
-        return header.weight * (1.0 - labels / (header.rows * self._labels_per_row))
-
     def update(self, version: int, norm: float | None = None, *, saved: bool = False) -> None:
         """Run one optimizer step with the batch's gradients.
 
@@ -357,25 +305,6 @@ class Stage:
             return self.live()
         return self._predictions.weights("forward" if for_forward else "backward", run.version, run.distance)
 
-    def _buckets(
-        self, exchanges: Sequence[ExchangePlan], captured: Captured, whole: Mapping[str, torch.nn.Parameter]
-    ) -> dict[str, GradientBucket]:
-        """How gradients are exchanged with other holders, by axis."""
-        trained = {n: p for n, p in whole.items() if p.requires_grad}
-        return {
-            exchange.axis: GradientBucket.of(
-                [
-                    (n, p)
-                    for n, p in trained.items()
-                    if n not in exchange.unused
-                    and (n not in self.owned.split if exchange.axis == REPLICAS else captured.has_partial_gradient(n))
-                ],
-                self.device,
-            )
-            for exchange in exchanges
-            if exchange.kind == WEIGHT_GRADIENT and exchange.phases in ((), all_reduce())
-        }
-
     def tape_bytes(self) -> int:
         """Return the most bytes that one forward has left for its backward, without parameters."""
         return sum(max(known.values()) for known in self._tape_bytes.values())
@@ -415,6 +344,36 @@ class Stage:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
         older = self._older.checkpointed(updates, copied=self._moves)
         return self.in_flight.hand_over(updates, *older, self._predictions.last)
+
+
+def _gradients(
+    captured: Captured, own: StageWork, settings: Settings, owned: OwnedWeights, whole: Mapping[str, torch.Tensor]
+) -> Gradients:
+    """The sums of a stage's gradients on a holder, with how they are exchanged with others."""
+    trained = {n: p for n, p in whole.items() if p.requires_grad}
+
+    def bucket(exchange: ExchangePlan) -> GradientBucket:
+        over_replicas = exchange.axis == REPLICAS
+        names = [n for n in trained if (n not in owned.split if over_replicas else captured.has_partial_gradient(n))]
+        device = next((weight.device for weight in whole.values()), CPU)
+        return GradientBucket.of([(n, trained[n]) for n in names if n not in exchange.unused], device)
+
+    return Gradients(
+        list(whole),
+        settings.clip,
+        scaled=settings.loss_scale.on,
+        shares=not captured.graph.loss_counts,
+        buckets={
+            exchange.axis: bucket(exchange)
+            for exchange in own.exchanges
+            if exchange.kind == WEIGHT_GRADIENT and exchange.phases in ((), all_reduce()) and exchange.axis != COPIES
+        },
+        counted=owned.names,
+        due=owned.due,
+        made=owned.made,
+        copied=owned.copied,
+        shard=own.replica % settings.shards,
+    )
 
 
 def _parameter(captured: Captured, name: str, weight: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
