@@ -42,8 +42,8 @@ CHOICES = {
     "global clipping without a flush": (("--rule", "async", "--clip", "global:1"), "which never flushes"),
     "another clipping": (("--clip", "globl:1"), "clip of the plan", "'globl:1'"),
     "split states of one replica": (("--zero", "1"), "--zero 1", "--data-parallel 2 or more"),
-    "split states that a rule predicts from": (
-        ("--rule", "pipeoptim", "--zero", "1", "--data-parallel", "2", "--workers", "2"),
+    "split states of partial predictions": (
+        ("--rule", "rehearse", "--zero", "1", "--data-parallel", "2", "--workers", "2"),
         "predictor of the plan, with split states",
     ),
     "signatures beside tensor-parallel": (
