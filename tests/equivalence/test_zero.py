@@ -335,7 +335,7 @@ def test_what_is_cast_before_use_is_cast_before_it_is_gathered(monkeypatch: pyte
         gathers = [exchange for exchange in plan.exchanges if exchange.kind == WEIGHT_FORWARD]
         sent[precision] = sum(exchange.num_bytes for exchange in gathers)
     held(place, plan)
-    cast = [name for name, own in residences_of(plan, place.captured.graph).items() if own.gathered]
+    cast = [name for name, own in residences_of(plan, place.captured.graph).items() if own.cast]
     saved = sum(place.captured.graph.parameters[name].num_bytes // 2 for name in cast)
     assert sent["fp32"] - sent["bf16"] == saved > sent["fp32"] / 3
 

@@ -39,13 +39,13 @@ class Residence:
         state: its optimizer state, and what is updated.
         gradient: the sum of a batch's gradients as it is added up; ``B``: each replica has its own sum of all.
         stored: the weight between its uses.
-        gathered: dtype to which the weight is cast before it is gathered; empty for its own.
+        cast: dtype to which the weight is cast before it is gathered; empty for its own.
     """
 
     state: Split
     gradient: Signature = B
     stored: Signature = B
-    gathered: str = ""
+    cast: str = ""
 
     @property
     def sums_parts(self) -> bool:

@@ -118,7 +118,7 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
             continue
         tensors = laid.tensors(own)
         if kind in USED:
-            tensors = [replace(one, dtype=laid.residences[one.name].gathered or one.dtype) for one in tensors]
+            tensors = [replace(one, dtype=laid.residences[one.name].cast or one.dtype) for one in tensors]
         buckets = state_buckets(tensors)
         rows = rows_of(buckets, laid.states, plan.grid.shards)
         copied = phases == all_reduce()  # each has the same row

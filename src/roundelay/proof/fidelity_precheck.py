@@ -16,6 +16,7 @@ from roundelay.planner.check_given import FULL, OFF, QUICK, validate_check
 from roundelay.planning.torch_scope import on_threads
 from roundelay.proof.fidelity import Batches, compare_with_plain, unchecked_reason
 from roundelay.proof.fidelity_in_process import compared_on
+from roundelay.proof.fidelity_on_mesh import ROUNDS
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.loading.loader_probe import first_batches, second_epoch_batch
 from roundelay.session.training import Session
@@ -104,7 +105,9 @@ def expected_s(plan: Plan) -> float:
     again = plan.backward == "recompute"
     micro_batch_s = sum(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
     update_s = sum(s.update_s for s in plan.stages)
-    return 2 * UPDATES * (plan.batch_parts * micro_batch_s + update_s) + UPDATES * plan.batch_parts * plan.read_s
+    on_mesh_s = 2 * ROUNDS * plan.replicas * micro_batch_s if plan.grid.size > 1 else 0.0
+    compared_s = 2 * UPDATES * (plan.batch_parts * micro_batch_s + update_s) + UPDATES * plan.batch_parts * plan.read_s
+    return compared_s + on_mesh_s
 
 
 def expected_bytes(job: Job, plan: Plan) -> int:

@@ -123,7 +123,7 @@ class OwnedWeights:
 
 def _as_gathered(captured: Captured, name: str, weight: torch.Tensor) -> torch.Tensor:
     """Of the shape and dtype in which a weight is gathered."""
-    dtype = captured.residences[name].gathered
+    dtype = captured.residences[name].cast
     return torch.empty(weight.shape, dtype=getattr(torch, dtype) if dtype else weight.dtype, device="meta")
 
 

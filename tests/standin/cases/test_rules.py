@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.standin.matrix import LINES, PLACES, Case, each_once, layouts, pairs, races_of, run
+import roundelay
+from tests.standin.matrix import LINES, PLACES, Case, bench, each_once, layouts, pairs, races_of, run
 
 MISSING = [name for name, devices in PLACES.items() if f"cuda:{torch.cuda.device_count() - 1}" < max(devices)]
 
@@ -17,6 +20,23 @@ def test_a_run_on_devices_is_its_reference(case: Case) -> None:
     if case.place in MISSING:
         pytest.skip("there is one device here")
     assert run(case) == ""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"data_parallel": 2, "zero": 3, "precision": "bf16"}, {"hybrid": "2x2", "tensor_parallel": 2}],
+    ids=str,
+)
+def test_the_whole_proof_holds_on_devices(fields: dict[str, Any]) -> None:
+    """Plain PyTorch, a mesh against none, and the run against its reference."""
+    if "two" in MISSING:
+        pytest.skip("there is one device here")
+    devices = ",".join(["cuda:0", "cuda:1"] * (4 if "hybrid" in fields else 1))
+    chosen = {"workers": 1, "rule": "1f1b", "micro_batches": 2, "cuts": "equal", "devices": devices, **fields}
+    found = roundelay.verify(bench("mlp").job(), steps=2, **chosen)
+    assert found.equal, found
+    assert found.fidelity is not None
+    assert found.fidelity.mesh
 
 
 @pytest.mark.parametrize(
