@@ -149,7 +149,7 @@ def options(place: Place) -> None:
         of("data-parallel 2", "mlp", place, 4, data_parallel=2, **flush),
         of("zero 1", "mlp", place, data_parallel=2, zero=1, **alone),
         of("zero 3, pipeoptim", "mlp", place, 4, data_parallel=2, zero=3, rule="pipeoptim"),
-        of("hybrid 2x2", "mlp", place, hybrid="2x2", **alone),
+        of("hybrid 2x2", "mlp", place, 4, hybrid="2x2", **alone),
         of("zero 3, bf16, attention", "attention", place, data_parallel=2, zero=3, precision="bf16", **alone),
         of("tensor-parallel 2", "mlp", place, tensor_parallel=2, **alone),
         of("tensor-parallel 2, attention", "attention", place, tensor_parallel=2, **alone),
