@@ -19,7 +19,7 @@ import typer
 from roundelay import env
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
-from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run
+from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run, check_search
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
 from roundelay.cli.loading import load
@@ -84,10 +84,32 @@ def plan(
         str | None,
         typer.Option(help="graph: print what each stage's workers compute, and every exchange, instead of the plan."),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Search for the fastest plan on at most --workers workers in all; other options are kept as given.",
+        ),
+    ] = False,
+    finals: Annotated[
+        int | None,
+        typer.Option(
+            help="With --search: run so many of the best, and the best of each kind, for some seconds each, and take "
+            "the fastest; 0 trusts the predictions. [default: 4]",
+            min=0,
+        ),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
+    if search:
+        check_search(job_file, choices, show)
+        command = load("cli.search_command").search_command
+        command(job_file, choices, seed, output, finals=4 if finals is None else finals, as_json=as_json)
+        return
+    if finals is not None:
+        raise UsageError("--finals", got="no --search", expected="--search", remedy="Give --search, or leave it out.")
     if show not in (None, "graph"):
         raise UsageError("--show", got=repr(show), expected="graph", remedy="Choose it, or leave the option out.")
     check_choices(job_file, choices)

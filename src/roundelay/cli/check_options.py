@@ -9,8 +9,9 @@ from pathlib import Path
 from roundelay.cli.options import RunOptions, exclusive
 from roundelay.cli.registered_rules import may_register_rules
 from roundelay.comparison.comparison_variants import parse_numbers, rule_of_cuts, variants
+from roundelay.errors import UsageError
 from roundelay.ir.rule import rule_named, rules
-from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
+from roundelay.planner.check_given import check_each, check_given, check_length, check_num_workers, validate_check
 from roundelay.planner.plan_options import Choices
 
 
@@ -30,6 +31,20 @@ def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) ->
         check_each(choices)
     else:
         check_given(choices, rule_known=known)
+
+
+def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
+    """Check the options of a search.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    if show is not None:
+        raise UsageError(
+            "--search with --show", got=show, expected="one of them", remedy="Write the plan, then show it."
+        )
+    check_choices(job_file, replace(choices, workers=None))
+    check_num_workers(choices.workers)
 
 
 def check_run(run: RunOptions) -> None:

@@ -1,13 +1,15 @@
 """What a planner must know of a job, as data: collected once where there is torch, and enough to price any candidate.
 
-Seconds and bytes are known at one or two numbers of rows, and taken to be linear in between. Of what was not examined,
-the nearest that was stands for it: into how many parts a batch may be cut, and how softmaxes over a split are written.
+Seconds and bytes are known at a few numbers of rows, and taken to be linear in between. Of what was not examined, the
+nearest that was stands for it: into how many parts a batch may be cut, how softmaxes over a split are written, and
+numbers of intra-op threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, final
 
 import msgspec
@@ -25,9 +27,10 @@ from roundelay.planner.source import Divisibility
 
 @dataclass(frozen=True, slots=True)
 class AtRows:
-    """What was measured on a micro-batch of so many rows."""
+    """What was measured on a micro-batch of so many rows, with so many intra-op threads."""
 
     rows: int
+    threads: int
     profile: Profile
     storages: SavedStorages
 
@@ -44,9 +47,10 @@ class ModelFacts:
         mesh: what signatures are deduced from.
         rewritten: the same with softmaxes written out, by their names with commas between them.
         divisible: whether the first batches may be cut, by the number of parts.
-        measured: seconds and bytes, by rows, the fewest first.
+        measured: seconds and bytes, by threads and rows, the fewest first.
         unused: names of trained parameters that get no gradient.
         whole: parameters whose optimizer state must be whole, with the reason.
+        state_bytes: of each parameter's optimizer state; None where the optimizer does not tell.
         read_row_s: seconds of the loader for a row.
     """
 
@@ -59,6 +63,7 @@ class ModelFacts:
     measured: tuple[AtRows, ...]
     unused: tuple[str, ...]
     whole: Mapping[str, str] = field(hash=False)
+    state_bytes: Mapping[str, int] | None = field(hash=False, default=None)
     read_row_s: float = 0.0
 
     def divisibility(self, draft: Plan, parts: int) -> Divisibility:
@@ -75,16 +80,31 @@ class ModelFacts:
         return self
 
     def rows(self, draft: Plan) -> int:
-        """Rows of a micro-batch."""
-        return -(-self.graph.sample_rows // sample_micro_batches(self.graph, max(1, draft.batch_parts)))
+        """Rows of a micro-batch of the plan."""
+        return self.rows_of(draft.batch_parts)
+
+    def rows_of(self, parts: int) -> int:
+        """Rows of one of so many parts of a batch."""
+        return -(-self.graph.sample_rows // sample_micro_batches(self.graph, max(1, parts)))
 
     def profile(self, draft: Plan) -> tuple[Profile, str]:
         """Seconds of every operation on a micro-batch of the plan."""
-        rows, first, last = self.rows(draft), self.measured[0], self.measured[-1]
+        known = dict.fromkeys(str(one.rows) for one in self._on(draft.threads))
+        return self.profile_at(self.rows(draft), draft.threads), f"measured on {', '.join(known)} rows"
+
+    def profile_at(self, rows: int, threads: int) -> Profile:
+        """Seconds of every operation on so many rows with so many intra-op threads."""
+        own = self._on(threads)
+        between = [*pairwise(own)] or [(own[0], own[0])]
+        first, last = next((pair for pair in between if rows <= pair[1].rows), between[-1])
         share = (rows - first.rows) / (last.rows - first.rows) if last.rows > first.rows else 0.0
         pairs = zip(_columns(first.profile), _columns(last.profile), strict=True)
-        made = Profile(*(tuple(_between(a, b, share) for a, b in zip(*pair, strict=True)) for pair in pairs))
-        return made, f"measured on {' and '.join(str(one.rows) for one in self.measured)} rows"
+        return Profile(*(tuple(_between(a, b, share) for a, b in zip(*pair, strict=True)) for pair in pairs))
+
+    def _on(self, threads: int) -> list[AtRows]:
+        """What was measured with the nearest number of threads."""
+        nearest = min({one.threads for one in self.measured}, key=lambda number: (abs(number - threads), number))
+        return [one for one in self.measured if one.threads == nearest]
 
     def storages(self, draft: Plan) -> SavedStorages:
         """What the operations keep of a micro-batch of the plan."""

@@ -39,10 +39,12 @@ class Priced:
     Args:
         plan: the plan; it is not proved yet.
         batch_s: predicted seconds of a batch.
+        state_bytes: of the optimizer's state on the first holder of each stage; None where the optimizer does not tell.
     """
 
     plan: Plan
     batch_s: float
+    state_bytes: tuple[int, ...] | None
 
 
 def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
@@ -73,7 +75,20 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
         read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
         exchanges=plan_exchanges(laid, made.stages, reading, unused),
     )
-    return Priced(plan, batch_s(plan))
+    held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
+    return Priced(plan, batch_s(plan), held)
+
+
+def _held(facts: ModelFacts, laid: LaidGraph, plan: Plan, spec: StageSpec) -> int:
+    """Bytes of optimizer state on the first holder of a stage; a part of a weight is held beside the whole."""
+    total = 0
+    for name in spec.parameters:
+        whole, own = facts.graph.parameters[name].num_bytes, laid.graph.parameters[name].num_bytes
+        held, residence = (facts.state_bytes or {}).get(name, 0) * own // max(1, whole), laid.residences.get(name)
+        if residence is not None:
+            held = -(-(held + own * (not residence.is_gathered)) // plan.grid.shards)
+        total += held
+    return total
 
 
 def _check_devices(plan: Plan) -> None:

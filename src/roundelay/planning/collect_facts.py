@@ -17,6 +17,7 @@ from roundelay.planner.model_facts import AtRows, ModelFacts, plain_mesh
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.split_states import longest_dimensions
 from roundelay.planning.examined import Examined
+from roundelay.planning.memory_report import held_by_optimizer
 from roundelay.planning.profiling import profiled, saved_storages
 from roundelay.planning.torch_scope import in_child, user_code
 from roundelay.runtime.loading.loader_probe import first_batch, reading_s
@@ -26,7 +27,7 @@ PARTS = (2, 4, 8)
 
 
 def collect_facts(
-    source: Examined, *, precision: str | None = None, parts: Sequence[int] = PARTS, threads: int = 1
+    source: Examined, *, precision: str | None = None, parts: Sequence[int] = PARTS, threads: Sequence[int] = (1,)
 ) -> ModelFacts:
     """Look at a job as closely as its planner will have to.
 
@@ -34,7 +35,7 @@ def collect_facts(
         source: the job.
         precision: in which the model will be computed; by default ``fp32``.
         parts: into how many parts the first batches are cut, to see whether they may be.
-        threads: intra-op threads with which the operations are measured.
+        threads: numbers of intra-op threads with which the operations are measured.
 
     Raises:
         UserCodeError: the model or its loss fails.
@@ -45,7 +46,8 @@ def collect_facts(
     lowered = source.lowered(draft)
     batch = first_batch(source.job.loader, source.seed, DEADLINE_S, source.tell)
     with lowered.untouched():
-        measured = tuple([_measured(lowered, part, threads) for part in _sizes(batch, lowered.graph.min_rows)])
+        sizes = _sizes(batch, lowered.graph.min_rows)
+        measured = tuple([_measured(lowered, part, count) for count in sorted(threads) for part in sizes])
         unused = _unused(lowered, batch)
     mesh = plain_mesh(lowered.mesh_facts())
     over = [op.name for op in mesh.ops if op.form.over is not None]
@@ -62,20 +64,21 @@ def collect_facts(
         measured=measured,
         unused=unused,
         whole=dict(lowered.whole_states(dims)),
+        state_bytes=held_by_optimizer(lowered.job, lowered.captured, draft),
         read_row_s=reading_s(source.job.loader, source.seed, 1, DEADLINE_S, source.tell) / rows,
     )
 
 
 def _sizes(batch: Batch, min_rows: int) -> list[Batch]:
-    """Half of a batch and all of it, the smaller first; all of it alone if it cannot be cut."""
-    half = split(batch, 2, min_rows)[0] if in_step(batch) else batch
-    return [batch] if num_rows(half) == num_rows(batch) else [half, batch]
+    """An eighth of a batch, half of it and all of it; all of it alone if it cannot be cut."""
+    parts = [split(batch, count, min_rows)[0] for count in (8, 2)] if in_step(batch) else []
+    return list({num_rows(part): part for part in (*parts, batch)}.values())
 
 
 def _measured(source: Examined, micro_batch: Batch, threads: int) -> AtRows:
     profile, _ = profiled(source.captured, micro_batch, threads)
     with user_code("counting what the operations keep"):
-        return AtRows(num_rows(micro_batch), profile, saved_storages(source.captured, micro_batch))
+        return AtRows(num_rows(micro_batch), threads, profile, saved_storages(source.captured, micro_batch))
 
 
 def _unused(source: Examined, batch: Batch) -> tuple[str, ...]:

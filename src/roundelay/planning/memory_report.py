@@ -23,8 +23,7 @@ from roundelay.weight_prediction import needs_displacement, needs_gradient
 def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Plan) -> list[int] | None:
     """Bytes of each stage's optimizer state, weight averages, and what weight prediction keeps of the last update.
 
-    They are those of the first holder of each stage.
-    Runs one step of the optimizer on meta tensors. None if the optimizer does not support that.
+    They are those of the first holder of each stage. None if the optimizer cannot step on meta tensors.
 
     Args:
         job: whose optimizer is used.
@@ -32,6 +31,12 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
         partition: the stages.
         plan: whose predictor and averages are counted.
     """
+    held = held_by_optimizer(job, captured, plan)
+    return None if held is None else [sum(held.get(name, 0) for name in stage.parameters) for stage in partition.stages]
+
+
+def held_by_optimizer(job: Job, captured: Captured, plan: Plan) -> dict[str, int] | None:
+    """The same of each parameter, by name; runs one step of the optimizer on meta tensors."""
     named = [(n, _updated(captured, plan, n, p)) for n, p in captured.model.named_parameters()]
     try:
         optimizer = build_optimizer(job.optimizer, named)
@@ -56,7 +61,7 @@ def optimizer_bytes(job: Job, captured: Captured, partition: Partition, plan: Pl
     for name, p in named:  # a part of a weight is held beside the whole, unless that is gathered for use
         own = captured.residences.get(name)
         held[name] += p.nbytes * (own is not None and not own.is_gathered)
-    return [sum(held.get(name, 0) for name in stage.parameters) for stage in partition.stages]
+    return held
 
 
 def _updated(captured: Captured, plan: Plan, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -1,0 +1,114 @@
+"""``roundelay plan --search``: search for a plan, run the best, and write the one that is fastest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roundelay.api import capture
+from roundelay.cli.changed_by_job import PathResolver
+from roundelay.cli.screen import announce, show_json, stderr, table
+from roundelay.cli.text_file import write_text
+from roundelay.finals.search_plan import Final, Searched, SearchPlan
+from roundelay.planner.plan_options import DEADLINE_S, Choices
+from roundelay.planner.prove_plan import prove
+from roundelay.planning.explain_plan import explain
+from roundelay.planning.job_file import load_job
+from roundelay.search.search import Tried, shown
+
+SHOWN = 5
+"""Of the best that are told of."""
+
+
+def search_command(
+    job_file: Path, choices: Choices, seed: int, output: Path | None, *, finals: int, as_json: bool
+) -> None:
+    """Search for a plan, and write it; ended early, write the best so far.
+
+    Args:
+        job_file: defines the job.
+        choices: what the plan must have; `workers` is how many there are in all.
+        seed: of the data.
+        output: where to write it; None: to stdout.
+        finals: how many of the best are run.
+        as_json: print one JSON object.
+    """
+    paths = PathResolver()
+    job = load_job(job_file, seed)
+    output = paths.of(output)
+    with stderr.status("Capturing the model ...") as status:
+        tell = (lambda words: None) if as_json else status.update
+        captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
+        searching = SearchPlan(job, captured, choices, seed, tell)
+        try:
+            searched = searching.run(finals)
+        except KeyboardInterrupt:
+            _write_best(searching.best, output)
+            raise
+    planned = searched.planned
+    text = planned.plan.text(explain(captured, planned.plan, (*_reasons(searched), *planned.reasons)))
+    if output is not None:
+        write_text(output, text)
+    if as_json:
+        show_json(_json(searched, text))
+        return
+    _show(searched)
+    for notice in planned.notices:
+        announce(f"{notice}.", quiet=False)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        stderr.print(f"Wrote {output}. Run it: roundelay train {job_file} --plan {output}")
+
+
+def _write_best(best: Tried | None, output: Path | None) -> None:
+    """Write the best plan of a search that was ended early."""
+    if best is None or output is None:
+        return
+    prove(best.priced.plan)
+    write_text(
+        output, best.priced.plan.text(["The best plan of a search that was ended early; its seconds are predicted."])
+    )
+    stderr.print(f"Wrote {output}: the best plan so far, {shown(best.choices)}.", markup=False)
+
+
+def _reasons(searched: Searched) -> list[str]:
+    found = searched.found
+    how = f"the fastest of {len(searched.finals)} that were run" if searched.finals else "by prediction"
+    return [f"search: {shown(searched.chosen.choices)}, {how}; {found.simulated} of {found.points} plans simulated"]
+
+
+def _show(searched: Searched) -> None:
+    found = searched.found
+    rows = [_row(final.name, final.tried, final) for final in searched.finals]
+    rows = rows or [_row(f"best {i + 1}", one, None) for i, one in enumerate(found.best[:SHOWN])]
+    title = f"{found.points} plans, {found.simulated} simulated; all others are slower by their computation alone"
+    stderr.print(table(title, ["plan", "predicted ms", "measured ms", "choices"], rows))
+
+
+def _row(name: str, one: Tried, final: Final | None) -> list[str]:
+    measured = "" if final is None else "failed" if final.measured_s is None else f"{final.measured_s * 1e3:.4g}"
+    return [name, f"{one.batch_s * 1e3:.4g}", measured, shown(one.choices)]
+
+
+def _json(searched: Searched, text: str) -> Mapping[str, Any]:
+    found = searched.found
+    return {
+        "plan": text,
+        "space": {"plans": found.points, "simulated": found.simulated, "refused": dict(found.refused)},
+        "gap": 0.0,
+        "seconds": dict(searched.seconds),
+        "chosen": _tried_json(searched.chosen),
+        "top": [_tried_json(one) for one in found.best],
+        "baselines": {name: one and _tried_json(one) for name, one in searched.baselines.items()},
+        "finals": [
+            {"name": final.name, "measured_s": final.measured_s, "why": final.why, **_tried_json(final.tried)}
+            for final in searched.finals
+        ],
+    }
+
+
+def _tried_json(one: Tried) -> dict[str, Any]:
+    return {"choices": one.choices.given(), "predicted_s": one.batch_s, "memory_bytes": one.memory}

@@ -1,0 +1,191 @@
+"""Plan by search: look at the job, search, run the best for some seconds, and plan as the fastest is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from roundelay.errors import RoundelayError
+from roundelay.finals.short_run import ShortRun
+from roundelay.frontend import Captured
+from roundelay.ir.device_names import CPU
+from roundelay.ir.num_bytes import parse_bytes
+from roundelay.job import Job
+from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_options import Choices
+from roundelay.planner.prove_plan import prove
+from roundelay.planning.collect_facts import collect_facts
+from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.make_plan import Planned
+from roundelay.planning.planning import plan_with_reasons
+from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
+from roundelay.search.baselines import baselines
+from roundelay.search.search import Found, Task, Tried, search, tried
+from roundelay.search.space import counts_of, space
+
+ROUNDS = 2
+"""How often each final is run, in turns; the fewest seconds count, as disturbances only add to them."""
+
+FINAL_S = 1.5
+"""Seconds of each run."""
+
+FAR = 3.0
+"""A family whose best is predicted to take so many times as long as the best of all is not run."""
+
+MOST_FAMILIES = 6
+"""Families that are run, at most."""
+
+Tell = Callable[[str], None]
+"""Called with what is done now, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A plan that was run.
+
+    Args:
+        name: of its family, or its place in the search.
+        tried: the plan with what was predicted.
+        measured_s: seconds of a batch; None if it could not be run.
+        why: it could not.
+    """
+
+    name: str
+    tried: Tried
+    measured_s: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search and its finals found.
+
+    Args:
+        planned: the plan that was chosen, measured and proved as any other.
+        chosen: its choices, with what was predicted.
+        found: by the search.
+        baselines: what an expert would try first, by name; None if it is no plan of this model.
+        finals: what was run, the fastest first.
+        seconds: of each phase.
+    """
+
+    planned: Planned
+    chosen: Tried
+    found: Found
+    baselines: Mapping[str, Tried | None] = field(hash=False)
+    finals: tuple[Final, ...]
+    seconds: Mapping[str, float] = field(hash=False)
+
+
+@final
+class SearchPlan:
+    """One search.
+
+    Args:
+        job: the job.
+        captured: its model.
+        given: pins; `workers` is how many there are in all.
+        seed: of the data.
+        tell: called with every phase.
+        show_wait: called when waiting for the loader takes long.
+    """
+
+    def __init__(
+        self, job: Job, captured: Captured, given: Choices, seed: int, tell: Tell, show_wait: OnWait = ignore_wait
+    ) -> None:
+        self._job, self._captured, self._given, self._seed = job, captured, given, seed
+        self._tell, self._show_wait = tell, show_wait
+        self._machine = hardware_here()
+        self._workers = given.workers or max(2, self._machine.devices)
+        self._pins = replace(given, workers=None, memory_limit=None)
+        self._seconds: dict[str, float] = {}
+        #: the best so far, for who ends the search early
+        self.best: Tried | None = None
+
+    def run(self, finals: int) -> Searched:
+        """Search, and run so many of the best and the best of each family; 0 trusts the predictions.
+
+        Raises:
+            PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
+        """
+        with self._phase("facts", "Measuring the model's operations ..."):
+            facts = self._facts()
+        with self._phase("search", "Searching ..."):
+            task = Task(facts, self._machine, self._memory())
+            found = search(task, space(self._pins, facts, self._machine, self._workers), tell=self._progress)
+            known = {name: _maybe(task, one) for name, one in self._baselines().items()}
+        with self._phase("finals", "Running the best ..."):
+            run = self._run_finals(_finalists(found, finals))
+        chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
+        with self._phase("plan", "Planning and measuring the stages ..."):
+            planned = self._planned(chosen)
+        return Searched(planned, chosen, found, known, tuple(run), self._seconds)
+
+    @contextmanager
+    def _phase(self, name: str, words: str) -> Iterator[None]:
+        self._tell(words)
+        began = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - began
+
+    def _facts(self) -> ModelFacts:
+        counts = counts_of(self._workers) if self._given.threads is None else []
+        threads = {self._machine.threads_each((CPU,) * count) for count in counts} or {self._given.threads or 1}
+        examined = Examined(self._job, self._captured, self._seed, self._show_wait)
+        return collect_facts(examined, precision=self._given.precision, threads=sorted(threads))
+
+    def _memory(self) -> int | None:
+        limit = self._given.memory_limit
+        return None if limit is None else parse_bytes(limit, "--memory-limit")
+
+    def _progress(self, done: int, points: int, best: Tried | None) -> None:
+        self.best = best or self.best
+        takes = "" if best is None else f", the best takes {best.batch_s * 1e3:.3g} ms a batch"
+        self._tell(f"Searching: {done} of {points} plans{takes} ...")
+
+    def _baselines(self) -> Mapping[str, Choices]:
+        return baselines(self._pins, self._machine, self._workers)
+
+    def _run_finals(self, finalists: Sequence[tuple[str, Tried]]) -> list[Final]:
+        short = ShortRun(self._job, self._captured, self._seed, FINAL_S)
+        measured: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for turn in range(ROUNDS):
+            for i, (name, one) in enumerate(finalists):
+                if name in failed:
+                    continue
+                self._tell(f"Running plan {i + 1} of {len(finalists)}, {name}, round {turn + 1} of {ROUNDS} ...")
+                try:
+                    prove(one.priced.plan)
+                    measured[name] = min(measured.get(name, float("inf")), short.batch_s(one.priced.plan))
+                except RoundelayError as error:
+                    failed[name] = str(error)
+        run = [Final(name, one, measured.get(name), failed.get(name, "")) for name, one in finalists]
+        return sorted(run, key=lambda final: final.measured_s or float("inf"))
+
+    def _planned(self, chosen: Tried) -> Planned:
+        own = replace(chosen.choices, memory_limit=self._given.memory_limit)
+        return plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
+
+
+def _maybe(task: Task, choices: Choices) -> Tried | None:
+    """What a family's plan takes, if it is one of this model."""
+    try:
+        return tried(task, choices)
+    except RoundelayError:
+        return None
+
+
+def _finalists(found: Found, finals: int) -> list[tuple[str, Tried]]:
+    """So many of the best, and the best of each family that is not predicted to be far behind."""
+    if not finals:
+        return []
+    wanted = [(f"best {i + 1}", one) for i, one in enumerate(found.best[:finals])]
+    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < FAR * found.best[0].batch_s]
+    plans: dict[object, tuple[str, Tried]] = {}
+    for name, one in wanted:
+        plans.setdefault(one.priced.plan, (name, one))
+    return list(plans.values())[: finals + MOST_FAMILIES]

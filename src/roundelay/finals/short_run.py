@@ -1,0 +1,76 @@
+"""Run a plan for some seconds, and time its batches; the job stays as it was."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+
+from roundelay.errors import RunError
+from roundelay.frontend import Captured
+from roundelay.guards.watch import preserving_state
+from roundelay.ir.device_names import CPU
+from roundelay.ir.plan import Plan
+from roundelay.job import Job
+from roundelay.launching.forked_call import isolated
+from roundelay.session.events import Event, Updated
+from roundelay.session.stop_condition import Length
+from roundelay.session.training import Session
+
+WARM = 3
+"""Batches that do not count."""
+
+LEAST, MOST = 3, 2_000
+"""Batches that count."""
+
+LIMIT_S = 60.0
+"""Seconds beyond those asked for, after which a run is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """What is run.
+
+    Args:
+        job: not changed.
+        captured: its model.
+        seed: of the data.
+        seconds: of each run, about.
+    """
+
+    job: Job
+    captured: Captured
+    seed: int
+    seconds: float
+
+    def batch_s(self, plan: Plan) -> float:
+        """Median seconds of a batch.
+
+        Raises:
+            RoundelayError: the run failed, or took too long.
+        """
+        if set(plan.devices) == {CPU}:
+            return float(isolated(lambda: self._here(plan), "a short run", limit_s=self.seconds + LIMIT_S, quiet=True))
+        with preserving_state(self.job, hooks=False):
+            return self._here(plan)
+
+    def _here(self, plan: Plan) -> float:
+        session = Session(self.job, self.captured, plan, self.seed, Length(steps=WARM + MOST))
+
+        def end_in_time(event: Event) -> None:
+            if isinstance(event, Updated) and event.seconds >= self.seconds and event.update >= WARM + LEAST:
+                session.control.end_soon()
+
+        done = session.run(notify=end_in_time, gathers="nothing")
+        last = max(stage for events in done.events.values() for stage in (event.stage for event in events))
+        ends = sorted(e.end_s for own in done.events.values() for e in own if (e.opcode, e.stage) == ("update", last))
+        each = len(plan.stages[last].workers)
+        times = [b - a for a, b in pairwise(ends[each - 1 :: each][WARM:])]
+        if not times:
+            raise RunError(
+                "a short run",
+                got=f"{len(ends) // each} batches",
+                expected=f"more than {WARM}",
+                remedy="Give a job whose data last longer.",
+            )
+        return statistics.median(times)

@@ -1,0 +1,170 @@
+"""The best plans of a space by the simulator: those with the least bounds first. No torch is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roundelay.errors import PlanError, RoundelayError
+from roundelay.ir.num_bytes import bytes_text
+from roundelay.planner.memory_model import estimate_memory
+from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_options import Choices
+from roundelay.planner.price import Priced, priced
+from roundelay.planner.source import Hardware
+from roundelay.search.bounds import Bounds
+from roundelay.search.space import family
+
+KEPT = 10
+"""The best that are told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is searched for.
+
+    Args:
+        facts: of the model.
+        machine: where it will run.
+        memory: bytes that a worker may hold by prediction; None for any number.
+    """
+
+    facts: ModelFacts
+    machine: Hardware
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Choices with their plan and its prices.
+
+    Args:
+        choices: complete.
+        priced: the plan, with seconds.
+        memory: bytes of the worker that would hold most; None where the optimizer does not tell.
+    """
+
+    choices: Choices
+    priced: Priced
+    memory: int | None
+
+    @property
+    def batch_s(self) -> float:
+        """Predicted seconds of a batch."""
+        return self.priced.batch_s
+
+
+Tell = Callable[[int, int, Tried | None], None]
+"""Called with how many were simulated, the size of the space, and the best so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found.
+
+    Args:
+        best: the best, the first before all others: what is not among them takes longer.
+        families: the best of each family, by its name, the fastest first.
+        points: size of the space.
+        simulated: how many of it were simulated; all others are bounded by what they compute.
+        refused: why others are no plans of this model, by how many.
+        smallest: of those that hold too much the one that holds least.
+    """
+
+    best: tuple[Tried, ...]
+    families: Mapping[str, Tried] = field(hash=False)
+    points: int
+    simulated: int
+    refused: Mapping[str, int] = field(hash=False)
+    smallest: Tried | None = None
+
+
+def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell = lambda *_: None) -> Found:
+    """The best choices of a space.
+
+    Args:
+        task: the model and where it will run.
+        points: the space.
+        kept: how many of the best are wanted.
+        tell: called before each simulation.
+
+    Raises:
+        PlanError: none of them is a plan of this model, or all would hold too much.
+    """
+    bounds = Bounds(task.facts, task.machine)
+    ordered = sorted(((bounds.least_s(point), i) for i, point in enumerate(points)))
+    best: list[Tried] = []
+    families: dict[str, Tried] = {}
+    refused: Counter[str] = Counter()
+    smallest: Tried | None = None
+    count = 0
+    for least_s, i in ordered:
+        own = families.get(family(points[i]))
+        if len(best) == kept and least_s >= best[-1].batch_s and own is not None and least_s >= own.batch_s:
+            continue
+        tell(count, len(points), best[0] if best else None)
+        count += 1
+        try:
+            one = tried(task, points[i])
+        except RoundelayError as error:
+            refused[_why(error)] += 1
+            continue
+        if task.memory is not None and (one.memory is None or one.memory > task.memory):
+            smallest = one if smallest is None or _size(one) < _size(smallest) else smallest
+            continue
+        best = sorted([*best, one], key=lambda each: each.batch_s)[:kept]
+        if own is None or one.batch_s < own.batch_s:
+            families[family(one.choices)] = one
+    if not best:
+        raise _nothing(task, refused, smallest)
+    fastest = dict(sorted(families.items(), key=lambda pair: pair[1].batch_s))
+    return Found(tuple(best), fastest, len(points), count, dict(refused), smallest)
+
+
+def tried(task: Task, choices: Choices) -> Tried:
+    """Choices priced.
+
+    Raises:
+        PlanError: they cannot be combined, or not for this model.
+        CaptureError: the model cannot be cut into so many stages.
+    """
+    made = priced(task.facts, choices, task.machine)
+    known = task.memory is not None and made.state_bytes is not None
+    most = max(one.total for one in estimate_memory(made.plan, made.state_bytes or ())) if known else None
+    return Tried(choices, made, most)
+
+
+def _size(one: Tried) -> float:
+    return float("inf") if one.memory is None else one.memory
+
+
+def _why(error: RoundelayError) -> str:
+    return f"{error.subject}: {error.got}"
+
+
+def _nothing(task: Task, refused: Mapping[str, int], smallest: Tried | None) -> PlanError:
+    if smallest is None or smallest.memory is None or task.memory is None:
+        why = "; ".join(f"{count} times {text}" for text, count in list(refused.items())[:3])
+        return PlanError(
+            "the search",
+            got=why or "no choices that contain what is given",
+            expected="a plan of this model",
+            remedy="Give less of it, or more --workers.",
+        )
+    lacking = smallest.memory - task.memory
+    return PlanError(
+        "the search",
+        got=f"no plan that fits: the smallest holds {bytes_text(smallest.memory)} on a worker",
+        expected=f"at most {bytes_text(task.memory)} on each, by --memory-limit",
+        remedy=f"Smallest fix: {bytes_text(lacking)} more on each worker; then {shown(smallest.choices)} fits.",
+    )
+
+
+def shown(choices: Choices) -> str:
+    """Choices as options of the command line."""
+    words = []
+    for name, value in choices.given().items():
+        option = "--" + name.replace("_", "-")
+        words.append(option if value is True else f"{option} {value}")
+    return " ".join(words)
