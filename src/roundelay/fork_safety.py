@@ -30,6 +30,15 @@ def one_backward() -> None:
     torch.ones((), requires_grad=True).neg().backward()
 
 
+def autograd_anew() -> None:
+    """In a forked child, let autograd make its engine anew: two threads that first need it at once would both free it.
+
+    Torch (``PythonEngine::get_python_engine``) looks for a fork without a lock, whenever an operation saves a tensor.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True, device="cpu").exp()
+
+
 def _started_without_devices() -> bool:
     if has_accelerator():
         return False

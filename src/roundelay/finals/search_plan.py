@@ -114,7 +114,7 @@ class SearchPlan:
         with self._phase("facts", "Measuring the model's operations ..."):
             facts = self._facts()
         with self._phase("search", "Searching ..."):
-            task = Task(facts, self._machine, self._memory())
+            task = Task(facts, self._machine, self._workers, self._memory())
             found = search(task, space(self._pins, facts, self._machine, self._workers), tell=self._progress)
             known = {name: _maybe(task, one) for name, one in self._baselines().items()}
         with self._phase("finals", "Running the best ..."):

@@ -27,11 +27,13 @@ class Task:
     Args:
         facts: of the model.
         machine: where it will run.
+        workers: that there are.
         memory: bytes that a worker may hold by prediction; None for any number.
     """
 
     facts: ModelFacts
     machine: Hardware
+    workers: int
     memory: int | None = None
 
 
@@ -130,6 +132,8 @@ def tried(task: Task, choices: Choices) -> Tried:
         CaptureError: the model cannot be cut into so many stages.
     """
     made = priced(task.facts, choices, task.machine)
+    if (count := made.plan.num_workers) > task.workers:
+        raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
     known = task.memory is not None and made.state_bytes is not None
     most = max(one.total for one in estimate_memory(made.plan, made.state_bytes or ())) if known else None
     return Tried(choices, made, most)

@@ -1,0 +1,133 @@
+"""The search against brute force, against what an expert would try, and its bounds against the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from roundelay.errors import PlanError, RoundelayError
+from roundelay.ir.graph import Profile
+from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_options import Choices
+from roundelay.planner.source import Hardware
+from roundelay.search.baselines import baselines
+from roundelay.search.bounds import Bounds
+from roundelay.search.search import Task, Tried, search, tried
+from roundelay.search.space import family, space
+from tests.planner.test_priced import Images, Perceptron, Transformer, facts_of
+
+
+@pytest.fixture(scope="module")
+def models() -> list[ModelFacts]:
+    return [facts_of(kind, "fp32") for kind in (Perceptron, Transformer, Images)]
+
+
+def drawn(models: list[ModelFacts], seed: int) -> tuple[ModelFacts, Hardware, int]:
+    """A model whose operations take other seconds, a machine, and a number of workers."""
+    chance = random.Random(seed)
+    facts, scale = chance.choice(models), 10 ** chance.uniform(-5, -1)
+
+    def seconds(count: int, of_rows: float) -> tuple[float, ...]:
+        return tuple([scale * of_rows * chance.random() ** 3 for _ in range(count)])
+
+    measured = [
+        replace(one, profile=Profile(*(seconds(len(part), one.rows**0.7) for part in columns(one.profile))))
+        for one in facts.measured
+    ]
+    return replace(facts, measured=tuple(measured)), Hardware(8, 8), chance.choice((2, 2, 3, 4))
+
+
+def columns(profile: Profile) -> list[Any]:
+    return [profile.forward_s, profile.backward_s, profile.update_s]
+
+
+def all_tried(task: Task, points: tuple[Choices, ...]) -> list[Tried]:
+    """Brute force."""
+    found = []
+    for point in points:
+        try:
+            found.append(tried(task, point))
+        except RoundelayError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_what_brute_force_finds(models: list[ModelFacts], seed: int) -> None:
+    facts, machine, _ = drawn(models, seed)
+    task, points = Task(facts, machine, 2), space(Choices(), facts, machine, 2)
+    every = all_tried(task, points)
+    found = search(task, points, kept=3)
+    assert [one.batch_s for one in found.best] == sorted(one.batch_s for one in every)[:3]
+    for name, one in found.families.items():
+        assert one.batch_s == min(other.batch_s for other in every if family(other.choices) == name)
+    assert set(found.families) == {family(one.choices) for one in every}
+    assert found.simulated <= found.points == len(points)
+
+
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_no_plan_undercuts_its_bound(models: list[ModelFacts], seed: int) -> None:
+    facts, machine, workers = drawn(models, seed)
+    bounds, points = Bounds(facts, machine), space(Choices(), facts, machine, workers)
+    for one in all_tried(
+        Task(facts, machine, workers), tuple(random.Random(seed).sample(points, min(25, len(points))))
+    ):
+        assert bounds.least_s(one.choices) <= one.batch_s, one.choices
+
+
+@pytest.mark.parametrize("seed", range(40, 44))
+def test_the_search_is_never_worse_than_an_expert(models: list[ModelFacts], seed: int) -> None:
+    facts, machine, workers = drawn(models, seed)
+    task = Task(facts, machine, workers)
+    found = search(task, space(Choices(), facts, machine, workers))
+    names = baselines(Choices(), machine, workers)
+    assert {"one process", "data parallel", "ZeRO-3", "Megatron", "pipeline"} <= set(names)
+    for name, choices in names.items():
+        for one in all_tried(task, (choices,)):
+            assert found.best[0].batch_s <= one.batch_s, name
+
+
+def test_what_is_given_is_kept(models: list[ModelFacts]) -> None:
+    given = Choices(rule="pipedream", data_parallel=2, transport="shm", threads=3)
+    points = space(given, models[0], Hardware(8, 8), 4)
+    assert points
+    for one in points:
+        assert (one.rule, one.data_parallel, one.transport, one.threads) == ("pipedream", 2, "shm", 3)
+        assert one.micro_batches is None, "another number would train otherwise"
+
+
+def test_a_loss_that_is_no_mean_keeps_whole_batches(models: list[ModelFacts]) -> None:
+    facts = models[0]
+    other = {n: replace(one, kind="other") for n, one in facts.divisible.items()}
+    assert {one.micro_batches for one in space(Choices(), facts, Hardware(4, 4), 2)} > {1, 2}
+    points = space(Choices(), replace(facts, divisible=other), Hardware(4, 4), 2)
+    assert {one.micro_batches for one in points if one.layout is None} == {1}
+
+
+def test_the_same_twice(models: list[ModelFacts]) -> None:
+    facts, machine, workers = drawn(models, 7)
+    first, second = (search(Task(facts, machine, workers), space(Choices(), facts, machine, workers)) for _ in range(2))
+    assert first == second
+
+
+def test_memory_is_a_limit(models: list[ModelFacts]) -> None:
+    facts, machine, _ = drawn([models[1]], 3)
+    points = tuple(random.Random(1).sample(space(Choices(), facts, machine, 2), 30))
+    every = all_tried(Task(facts, machine, 2, 1 << 40), points)
+    sizes = sorted({one.memory or 0 for one in every})
+    limit = sizes[1]
+    tight = search(Task(facts, machine, 2, limit), points)
+    fit = [one.batch_s for one in every if (one.memory or 0) <= limit]
+    assert [one.batch_s for one in tight.best] == sorted(fit)[:10]
+    assert len(fit) < len(every)
+    with pytest.raises(PlanError, match="Smallest fix: 100 B more on each worker; then --") as refused:
+        search(Task(facts, machine, 2, sizes[0] - 100), points)
+    assert refused.value.exit_code == 2
+
+
+def test_nothing_that_fits_what_is_given_is_told(models: list[ModelFacts]) -> None:
+    with pytest.raises(PlanError, match="workers of the plan: 5"):
+        search(Task(models[0], Hardware(4, 4), 2), space(Choices(data_parallel=5), models[0], Hardware(4, 4), 2))
