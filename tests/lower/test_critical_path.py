@@ -1,0 +1,62 @@
+"""Where a simulated run's time goes: terms of the chain that decides it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+
+from roundelay.ir.micro_batch import stream
+from roundelay.ir.plan import Plan
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import read
+from roundelay.simulator import simulate
+from roundelay.simulator.critical_path import COMPUTE, MESSAGES, SUMS, Piece, critical_path, terms
+from tests.lower.plans import FEW, plan_of, plans, replicated
+
+BATCHES = 3
+
+
+def path_of(plan: Plan) -> tuple[float, tuple[Piece, ...]]:
+    programs = emit(read(plan))
+    simulation = simulate(plan, programs, stream([plan.micro_batches] * BATCHES))
+    return simulation.makespan_s, critical_path(simulation, programs)
+
+
+@FEW
+@given(plans())
+def test_the_chain_runs_from_start_to_end_without_a_gap(plan: Plan) -> None:
+    makespan_s, path = path_of(plan)
+    assert path[0].start_s == 0.0
+    assert path[-1].end_s == makespan_s
+    assert all(one.end_s == pytest.approx(other.start_s, abs=1e-12) for one, other in pairwise(path))
+    assert sum(terms(path).values()) == pytest.approx(makespan_s)
+
+
+@FEW
+@given(plans(rules=("gpipe", "1f1b")))
+def test_what_is_on_the_chain_decides_and_what_is_not_does_not(plan: Plan) -> None:
+    """A stage's forward on the chain, if it takes longer, makes the run longer by as much at least."""
+    makespan_s, path = path_of(plan)
+    stage = next(piece.stage for piece in path if piece.term == COMPUTE)
+    times = sum(1 for piece in path if piece.term == COMPUTE and piece.stage == stage)
+    longer = [
+        replace(one, forward_s=one.forward_s + 0.01, backward_s=one.backward_s + 0.01) if k == stage else one
+        for k, one in enumerate(plan.stages)
+    ]
+    after_s, _ = path_of(replace(plan, stages=tuple(longer)))
+    assert after_s >= makespan_s + 0.01 * times - 1e-9
+
+
+def test_terms_have_their_names() -> None:
+    """A stage takes 1 s and 2 s, a message 5 s, a phase of a sum of 48 bytes 28 s and 5; a replica is sent its data."""
+    one = plan_of("1f1b", 2, 1, latency_s=5.0)
+    makespan_s, path = path_of(one)
+    assert terms(path) == {MESSAGES: BATCHES * 2 * 5.0, COMPUTE: BATCHES * 2 * 3.0}
+    assert makespan_s == BATCHES * 16.0
+    of_stage = {k: sum(p.end_s - p.start_s for p in path if (p.term, p.stage) == (COMPUTE, k)) for k in (0, 1)}
+    assert of_stage == {0: BATCHES * 3.0, 1: BATCHES * 3.0}
+    found = terms(path_of(replicated(one, 2))[1])
+    assert found == {SUMS: BATCHES * 2 * 33.0, MESSAGES: BATCHES * 3 * 5.0, COMPUTE: BATCHES * 2 * 3.0}
