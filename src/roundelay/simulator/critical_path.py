@@ -1,7 +1,7 @@
 """Where the time of a simulated run goes: the chain of what waited for what, from its end back to its start.
 
-Every second of the chain belongs to one term, so the terms add up to the makespan. What lies beside it could take longer
-without the run doing so.
+Every second of the chain belongs to one term, so the terms add up to the makespan. What lies beside it could take
+longer without the run doing so.
 """
 
 from __future__ import annotations
