@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from roundelay.frontend import Captured
 from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
 from roundelay.planner import choose_cuts
+from roundelay.planner.cost_model import boundaries_of, forward_seconds
 from roundelay.planner.plan_options import Choices
 from roundelay.planning import profiling
+from roundelay.planning.piece_profiler import measure_pieces
 from roundelay.planning.planning import plan_with_reasons
 from tests.api.jobs import Tied, loss, make, tokens
 
@@ -201,3 +204,15 @@ def test_the_cache_lies_where_it_was_said(where: str) -> None:
 def test_the_settings_of_malloc_belong_to_a_profile() -> None:
     name = next(iter(env.MALLOC))
     assert env.malloc_settings({name: "1", "OTHER": "2"}) == {name: "1"}
+
+
+def test_pieces_are_measured_whole_and_divided_among_their_operations(captured: Captured) -> None:
+    graph, bounds = captured.graph, boundaries_of(captured.graph)
+    profile = measure_pieces(captured, next(iter(JOB.batches(0))), torch.device("cpu"))
+    for part in (profile.forward_s, profile.backward_s, profile.update_s):
+        assert len(part) == len(graph.ops) + 1
+    for start, stop in pairwise(bounds):
+        known = [forward_seconds(graph, op) for op in graph.ops[start:stop]]
+        own = profile.forward_s[start : start + len(known)]
+        assert min(own) > 0
+        assert [a / own[0] for a in own] == pytest.approx([a / known[0] for a in known])

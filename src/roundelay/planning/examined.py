@@ -80,7 +80,7 @@ class Examined:
     def profile(self, draft: Plan) -> tuple[Profile, str]:
         """Seconds of every operation on a micro-batch of the plan, and in words where they come from."""
         with self.untouched():
-            return profiled(self.captured, self.sample(draft), draft.threads)
+            return profiled(self.captured, self.sample(draft), draft.threads, draft.devices[0])
 
     def storages(self, draft: Plan) -> SavedStorages:
         """What the operations keep of a micro-batch of the plan."""

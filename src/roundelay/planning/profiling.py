@@ -11,24 +11,28 @@ import torch
 from roundelay.env import cache_folder, malloc_settings
 from roundelay.frontend import Captured
 from roundelay.frontend.batch import Batch, replace
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import WEIGHT, Profile
 from roundelay.observe.profile_cache import keep, kept, machine, place
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planning.op_profiler import measure_operations
+from roundelay.planning.piece_profiler import measure_pieces
 from roundelay.planning.torch_scope import in_child, on_threads, user_code
 
 
-def profiled(captured: Captured, micro_batch: Batch, threads: int) -> tuple[Profile, str]:
+def profiled(captured: Captured, micro_batch: Batch, threads: int, device: str = CPU) -> tuple[Profile, str]:
     """Return a profile of every operation on one micro-batch, cached or new, and its origin in words.
 
     Args:
         captured: the model.
         micro_batch: of the size that will be trained on.
         threads: intra-op threads with which it will be computed.
+        device: where.
 
     Raises:
         UserCodeError: the model or the loss raised.
     """
+    where = torch.device(device)
     with on_threads(threads), user_code("measuring the operations on the first micro-batch"):
         values = captured.values(micro_batch)
         key = {
@@ -37,6 +41,7 @@ def profiled(captured: Captured, micro_batch: Batch, threads: int) -> tuple[Prof
             "precision": captured.precision,
             "torch": torch.__version__,
             "threads": threads,
+            "device": device if device == CPU else torch.cuda.get_device_name(where),
             "malloc": malloc_settings(),
             **machine(),
         }
@@ -45,7 +50,10 @@ def profiled(captured: Captured, micro_batch: Batch, threads: int) -> tuple[Prof
         cached = None if path is None else kept(path, key, length)
         if cached is not None:
             return cached, f"measured on this machine at an earlier plan ({path})"
-        profile = in_child(lambda: measure_operations(captured, micro_batch), "measuring the operations", Profile)
+        if device == CPU:
+            profile = in_child(lambda: measure_operations(captured, micro_batch), "measuring the operations", Profile)
+        else:
+            profile = measure_pieces(captured, micro_batch, where)
     if path is not None and keep(path, key, profile):
         return profile, f"measured on this machine now, and kept for the next plan ({path})"
     why = "nothing is to be kept" if path is None else f"{path} cannot be written"

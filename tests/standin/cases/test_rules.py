@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import roundelay
+from roundelay.planning.piece_profiler import measure_pieces
 from tests.standin.matrix import LINES, PLACES, Case, bench, each_once, layouts, pairs, races_of, run
 
 MISSING = [name for name, devices in PLACES.items() if f"cuda:{torch.cuda.device_count() - 1}" < max(devices)]
@@ -55,3 +56,17 @@ def test_streams_wait_for_each_other_in_training(case: Case) -> None:
     if case.place in MISSING:
         pytest.skip("there is one device here")
     assert races_of(case)[:10] == []
+
+
+def test_cuts_are_chosen_by_what_the_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def measured(captured: Any, micro_batch: Any, device: torch.device) -> Any:
+        seen.append(device.type)
+        return measure_pieces(captured, micro_batch, device)
+
+    monkeypatch.setattr("roundelay.planning.profiling.measure_pieces", measured)
+    monkeypatch.setenv("ROUNDELAY_CACHE", "none")
+    plan = roundelay.plan(bench("mlp").job(), workers=2, devices="cuda:0,cuda:0", cuts="measured", micro_batches=2)
+    assert seen == ["cuda"]
+    assert plan.num_stages == 2
