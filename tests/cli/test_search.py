@@ -1,0 +1,112 @@
+"""``roundelay plan --search``: as a person types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundelay.finals import search_plan
+from roundelay.finals.short_run import ShortRun
+from roundelay.ir.plan import Plan
+from tests.cli.harness import MLP, here
+
+TWO = ("plan", MLP, "--search", "--workers", 2, "--devices", "cpu")
+Screen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the tests' own: what one has measured the next has too."""
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path_factory.getbasetemp() / "profiles-of-searches"))
+
+
+@pytest.fixture
+def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_plan, "FINAL_S", 0.05)
+
+
+def test_without_finals_the_predictions_decide_and_do_so_again(capsys: Screen, tmp_path: Path) -> None:
+    said = here(capsys, *TWO, "--finals", 0, "--json", "-o", tmp_path / "plan.toml")
+    assert said.code == 0, said.err
+    found = said.json
+    assert set(found) == {"plan", "space", "gap", "seconds", "chosen", "top", "baselines", "finals"}
+    assert set(found["seconds"]) == {"facts", "search", "finals", "plan"}
+    assert found["finals"] == []
+    assert found["chosen"] == found["top"][0]
+    assert found["chosen"]["predicted_s"] <= min(one["predicted_s"] for one in found["baselines"].values() if one)
+    plan = Plan.parse((tmp_path / "plan.toml").read_text())
+    assert plan == Plan.parse(found["plan"])
+    assert plan.num_workers <= 2
+    again = here(capsys, *TWO, "--finals", 0, "--json").json
+    assert again["chosen"]["choices"] == found["chosen"]["choices"]
+
+
+@pytest.mark.usefixtures("shorter")
+def test_the_fastest_of_those_that_were_run_is_taken(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is made out to be much slower than it was."""
+    slowed: list[Plan] = []
+
+    def measured(short: ShortRun, plan: Plan) -> float:
+        found = run(short, plan)
+        slowed.extend([plan] if not slowed else [])
+        return 1e3 * found if plan == slowed[0] else found
+
+    run = ShortRun.batch_s
+    monkeypatch.setattr(ShortRun, "batch_s", measured)
+    found = here(capsys, *TWO, "--finals", 2, "--json", "-o", tmp_path / "plan.toml").json
+    finals = found["finals"]
+    assert len(finals) >= 2
+    assert [one["why"] for one in finals] == [""] * len(finals)
+    assert [one["measured_s"] for one in finals] == sorted(one["measured_s"] for one in finals)
+    assert found["chosen"]["choices"] == finals[0]["choices"] != found["top"][0]["choices"]
+    assert finals[-1]["choices"] == found["top"][0]["choices"]
+
+
+@pytest.mark.usefixtures("shorter")
+def test_a_person_sees_what_was_run_and_what_to_do_next(capsys: Screen, tmp_path: Path) -> None:
+    said = here(capsys, *TWO, "--finals", 1, "--rule", "pipedream", "-o", tmp_path / "plan.toml")
+    assert said.code == 0, said.err
+    assert "predicted ms" in said.told
+    assert "measured ms" in said.told
+    assert f"roundelay train {MLP} --plan" in said.told
+    assert Plan.parse((tmp_path / "plan.toml").read_text()).rule == "pipedream"
+
+
+def test_what_was_found_before_ctrl_c_is_written(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShortRun, "batch_s", interrupted)
+    said = here(capsys, *TWO, "-o", tmp_path / "plan.toml")
+    assert said.code == 130
+    assert "the best plan so far" in said.told
+    assert Plan.parse((tmp_path / "plan.toml").read_text()).num_workers <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--memory-limit", "1KiB"), "no plan that fits: the smallest holds"),
+        (("--memory-limit", "1KiB"), "Smallest fix:"),
+        (("--show", "graph"), "--search with --show"),
+        (("--workers", "0"), "workers got 0"),
+        (("--data-parallel", "3"), "workers of the plan: 3"),
+        (("--rule", "1f2b"), "1f2b"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys: Screen, options: tuple[str, ...], told: str) -> None:
+    said = here(capsys, *TWO, "--finals", 0, *options)
+    assert said.code == 2
+    assert told in said.told
+
+
+def test_finals_are_of_a_search(capsys: Screen) -> None:
+    said = here(capsys, "plan", MLP, "--finals", 2)
+    assert said.code == 2
+    assert "--finals" in said.told
