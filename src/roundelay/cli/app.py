@@ -174,6 +174,18 @@ def compare(job_file: o.JobFile, options: CompareOptions, choices: o.AnyRule, as
     load("cli.compare_command").compare_command(job_file, options, choices, as_json=as_json)
 
 
+@app.command("explain", epilog="Example: `roundelay explain plan.toml --diff other.toml`")
+def explain(
+    plan_file: Annotated[Path, typer.Argument(help="A plan as `roundelay plan` writes it.", metavar="PLAN")],
+    diff: Annotated[
+        Path | None, typer.Option(help="Another plan: what each term of it takes beside.", metavar="PLAN")
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Explain a plan: where its predicted time and memory go, term by term."""
+    load("cli.explain_command").explain_command(plan_file, diff, as_json=as_json)
+
+
 app.command("table", epilog="Example: `roundelay table cdp --workers 3`")(table_command)
 app.command("doctor", epilog="Example: `roundelay doctor --json`")(doctor)
 
