@@ -23,6 +23,11 @@ def megatron(prices: Prices) -> Iterator[Plan]:
                 yield tuple(pair[(k + first) % 2] for k in range(len(prices.alone)))
 
 
+def meshes(devices: int) -> Iterator[tuple[Factor, Factor]]:
+    """All (rows, columns) of a machine of one level."""
+    return (((1 << n,), (devices >> n,)) for n in range(devices.bit_length()))
+
+
 def summa(chain: Chain, machine: Machine, mesh: tuple[Factor, Factor], micro_batches: int) -> float:
     """Seconds of SUMMA on a mesh of rows x columns: I, W and O are split over both, nothing is replicated.
 

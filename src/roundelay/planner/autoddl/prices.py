@@ -34,7 +34,7 @@ class Prices:
     @property
     def num_plans(self) -> int:
         """How many plans an exhaustive search stands for."""
-        return len(self.triples) ** len(self.alone)
+        return math.prod(len(self.triples) for _ in self.alone)
 
     def cost(self, plan: Plan) -> float:
         """Seconds of a plan."""

@@ -24,13 +24,14 @@ def exhaustive(prices: Prices) -> Evaluated:
     """
     every = range(len(prices.triples))
     starts: list[Sequence[int]] = [[first] for first in every] if prices.is_ring else [every]
-    return min(_cheapest_from(prices, start) for start in starts)
+    plan = min(_cheapest_from(prices, start) for start in starts)[1]
+    return prices.cost(plan), plan
 
 
 def _cheapest_from(prices: Prices, starts: Sequence[int]) -> Evaluated:
-    best = [(prices.alone[0][state], (state,)) for state in starts]
+    best: list[Evaluated] = [(prices.alone[0][state], (state,)) for state in starts]
     for alone, between in zip(prices.alone[1:], prices.between[1:], strict=True):
-        arrived = []
+        arrived: list[Evaluated] = []
         for state, seconds in enumerate(alone):
             cost, plan = min((cost + between[plan[-1]][state], plan) for cost, plan in best)
             arrived.append((cost + seconds, (*plan, state)))
