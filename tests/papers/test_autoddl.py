@@ -1,4 +1,4 @@
-"""What AutoDDL states of its space, costs, searches and figures, and golden numbers of a search written apart from ours."""
+"""What AutoDDL states of its space, costs, searches and figures; golden numbers of a search written apart from ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from random import Random
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from roundelay.comparison.autoddl_figures import figure_3, figure_4, figure_7, figure_8, figure_9
 from roundelay.errors import UsageError
 from roundelay.planner.autoddl.baselines import megatron, meshes, summa
-from roundelay.planner.autoddl.boxing import CHEAPEST, PAPER, Rule, boxing
+from roundelay.planner.autoddl.boxing import CHEAPEST, PAPER, Boxing, boxing_s
 from roundelay.planner.autoddl.collectives import Level, Machine, all_reduce, counting, halving, ring
 from roundelay.planner.autoddl.models import FIGURE_8_WIDTHS, mlp, transformer, vgg13
 from roundelay.planner.autoddl.prices import Prices, price
@@ -41,8 +41,8 @@ def one(p0: int, p1: int, p2: int) -> Triple:
 
 
 def found(prices: Prices) -> tuple[float, str]:
-    cost, plan = exhaustive(prices)
-    return cost, " ".join(map(str, prices.strategy(plan)))
+    cost, strategy = exhaustive(prices)
+    return cost, " ".join(map(str, prices.triples_of(strategy)))
 
 
 def test_collectives_cost_what_table_2_says() -> None:
@@ -62,7 +62,7 @@ def test_by_halves_only_what_is_left_goes_between_nodes() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "number"), [((128,), 36), ((4096,), 91), ((2, 16), 45), ((1,), 1)])
-def test_strategies_of_a_layer(sizes: tuple[int, ...], number: int) -> None:
+def test_triples_of_a_layer(sizes: tuple[int, ...], number: int) -> None:
     machine = counting(*sizes)
     every = triples(machine)
     assert len(set(every)) == len(every) == number
@@ -93,17 +93,17 @@ def test_levels_that_are_no_powers_of_two_are_refused() -> None:
     ],
 )
 def test_a_boxing_scatters_exchanges_and_gathers(source: Triple, target: Triple, num_bytes: int) -> None:
-    assert boxing(PAPER, counting(16), source, target, (256, 256)) == num_bytes
+    assert boxing_s(PAPER, counting(16), source, target, (256, 256)) == num_bytes
 
 
 def test_what_attention_makes_of_three_parts_is_gathered_as_one() -> None:
-    assert boxing(PAPER, counting(16), one(2, 2, 4), one(2, 4, 2), (768, 256)) == 3 * 48 + 48
+    assert boxing_s(PAPER, counting(16), one(2, 2, 4), one(2, 4, 2), (768, 256)) == 3 * 48 + 48
 
 
 @pytest.mark.parametrize("machine", [counting(32), flat(32), TWO_LEVELS])
 def test_the_cheapest_path_costs_no_more_than_the_paper_s(machine: Machine) -> None:
     pairs = list(product(triples(machine), repeat=2))
-    costs = [[boxing(rule, machine, *pair, (3e6, 1e6)) for pair in pairs] for rule in (CHEAPEST, PAPER)]
+    costs = [[boxing_s(boxing, machine, *pair, (3e6, 1e6)) for pair in pairs] for boxing in (CHEAPEST, PAPER)]
     assert all(a <= b * (1 + 1e-12) for a, b in zip(*costs, strict=True))
     assert any(a < 0.9 * b for a, b in zip(*costs, strict=True))
 
@@ -117,32 +117,32 @@ def chains() -> Iterator[tuple[Chain, Machine]]:
         yield Chain(layers, 2 ** random.randrange(4, 12), before, replicated=1000), machine
 
 
-@pytest.mark.parametrize("rule", [PAPER, CHEAPEST])
-def test_the_dynamic_programme_finds_what_trying_all_plans_finds(rule: Rule) -> None:
+@pytest.mark.parametrize("boxing", [PAPER, CHEAPEST])
+def test_the_dynamic_programme_finds_what_trying_all_strategies_finds(boxing: Boxing) -> None:
     for chain, machine in chains():
-        prices = price(chain, machine, rule)
-        plans = list(product(range(len(prices.triples)), repeat=len(chain.layers)))
-        assert len(plans) == prices.num_plans
-        cost, plan = exhaustive(prices)
-        assert cost == prices.cost(plan) == pytest.approx(min(map(prices.cost, plans)), rel=1e-12)
+        prices = price(chain, machine, boxing)
+        strategies = list(product(range(len(prices.triples)), repeat=len(chain.layers)))
+        assert len(strategies) == prices.num_strategies
+        cost, strategy = exhaustive(prices)
+        assert cost == prices.cost(strategy) == pytest.approx(min(map(prices.cost, strategies)), rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", [PAPER, CHEAPEST])
-def test_a_plan_costs_the_sum_of_its_collectives(rule: Rule) -> None:
+@pytest.mark.parametrize("boxing", [PAPER, CHEAPEST])
+def test_a_strategy_costs_the_sum_of_its_collectives(boxing: Boxing) -> None:
     """Counted again, one after the other."""
     for chain, machine in chains():
-        prices, random = price(chain, machine, rule), Random(1)
-        plan = tuple(random.randrange(len(prices.triples)) for _ in chain.layers)
-        strategy, unit = prices.strategy(plan), 4 * chain.rows
+        prices, random = price(chain, machine, boxing), Random(1)
+        strategy = tuple(random.randrange(len(prices.triples)) for _ in chain.layers)
+        chosen, unit = prices.triples_of(strategy), 4 * chain.rows
         expected = 0.0
         before, written = {
-            "last": (strategy[-1], chain.layers[-1].outputs),
+            "last": (chosen[-1], chain.layers[-1].outputs),
             "rows": (data_parallel(machine), chain.layers[0].inputs),
             "free": (None, 0),
         }[chain.before]
-        for layer, triple in zip(chain.layers, strategy, strict=True):
+        for layer, triple in zip(chain.layers, chosen, strict=True):
             if before:
-                expected += 2 * boxing(rule, machine, before, triple, (unit * written, unit * layer.inputs))
+                expected += 2 * boxing_s(boxing, machine, before, triple, (unit * written, unit * layer.inputs))
             weight = 4 * layer.inputs * layer.outputs / math.prod(triple.p1) / math.prod(triple.p2)
             expected += all_reduce(machine, triple.p0, weight)
             before, written = triple, layer.outputs
@@ -151,8 +151,8 @@ def test_a_plan_costs_the_sum_of_its_collectives(rule: Rule) -> None:
         if chain.before != "last":
             columns = tuple(map(math.prod, zip(before.p1, before.p2, strict=True)))
             whole = Triple(before.p0, (1,) * len(machine), columns)
-            expected += 2 * boxing(rule, machine, before, whole, (unit * written, 0))
-        assert prices.cost(plan) == pytest.approx(expected)
+            expected += 2 * boxing_s(boxing, machine, before, whole, (unit * written, 0))
+        assert prices.cost(strategy) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_attention_layer_of_figure_3(nodes: int, p0: int, ours: float, their
         (256, 5.767578125, 6.392578125, 15.767578125),
     ],
 )
-def test_four_linears_that_share_a_plan(nodes: int, ours: float, if_all_is_gathered: float, theirs: float) -> None:
+def test_four_linears_that_share_a_strategy(nodes: int, ours: float, if_all_is_gathered: float, theirs: float) -> None:
     """Gi elements, forward, backward and gradients; then as if the projection gathered what attention reads."""
     chain = transformer(8192, 2**20)
     prices = price(chain, counting(nodes), most_p0=4)
@@ -188,7 +188,7 @@ def test_four_linears_that_share_a_plan(nodes: int, ours: float, if_all_is_gathe
 
 
 @pytest.mark.parametrize(
-    ("devices", "rule", "num_bytes", "ms", "plan"),
+    ("devices", "boxing", "num_bytes", "ms", "chosen"),
     [
         (128, PAPER, 44_892_160, 4.969216, "(1,128,1) (2,4,16) (8,4,4) (8,2,8)"),
         (128, CHEAPEST, 44_892_160, 4.759216, None),
@@ -196,14 +196,14 @@ def test_four_linears_that_share_a_plan(nodes: int, ours: float, if_all_is_gathe
         (4096, CHEAPEST, 31_209_472, 5.2490752, None),
     ],
 )
-def test_the_mlp_of_figure_8(devices: int, rule: Rule, num_bytes: int, ms: float, plan: str | None) -> None:
+def test_the_mlp_of_figure_8(devices: int, boxing: Boxing, num_bytes: int, ms: float, chosen: str | None) -> None:
     chain = mlp(FIGURE_8_WIDTHS, {128: 4096, 4096: 65536}[devices])
     started = time.perf_counter()
-    assert found(price(chain, counting(devices), rule))[0] == num_bytes
-    cost, strategy = found(price(chain, flat(devices), rule))
+    assert found(price(chain, counting(devices), boxing))[0] == num_bytes
+    cost, got = found(price(chain, flat(devices), boxing))
     assert time.perf_counter() - started < 6
     assert 1e3 * cost == pytest.approx(ms, rel=1e-12)
-    assert plan in (None, strategy)
+    assert chosen in (None, got)
 
 
 def small() -> Prices:
@@ -225,7 +225,7 @@ def test_a_search_is_determined_by_its_seed_and_finds_the_optimum_of_a_small_spa
     search = heuristics(prices)[name]
     first, again, other = (list(islice(search(Random(seed)), 20_000)) for seed in (1, 1, 2))
     assert first == again != other
-    assert all(cost == prices.cost(plan) for cost, plan in first)
+    assert all(cost == prices.cost(strategy) for cost, strategy in first)
     assert min(first)[0] == pytest.approx(exhaustive(prices)[0])
     assert lowest_after(search(Random(1)), (1, 10, 500)) == [min(first[:n])[0] for n in (1, 10, 500)]
 
@@ -237,7 +237,7 @@ def differing(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 def test_metropolis_hastings_always_accepts_what_is_cheaper_and_the_rest_by_beta() -> None:
     prices = small()
     tried = list(islice(metropolis_hastings(prices, Random(3), beta=0.0), 500))
-    assert all(differing(a[1], b[1]) <= 1 for a, b in zip(tried, tried[1:], strict=False))
+    assert all(differing(a[1], b[1]) <= 1 for a, b in pairwise(tried))
     tried = list(islice(metropolis_hastings(prices, Random(3), beta=math.inf), 500))
     lowest = [min(tried[:n]) for n in range(1, 500)]
     assert all(differing(best[1], proposed[1]) <= 1 for best, proposed in zip(lowest, tried[1:], strict=True))
@@ -275,9 +275,9 @@ def test_coordinate_descent_ends_each_round_where_no_layer_alone_is_better() -> 
         if best == lowest:
             ends.append(best)
         best = None if best == lowest else lowest
-    for cost, plan in ends:
+    for cost, strategy in ends:
         for layer, state in product(range(layers), range(states)):
-            assert prices.cost((*plan[:layer], state, *plan[layer + 1 :])) >= cost
+            assert prices.cost((*strategy[:layer], state, *strategy[layer + 1 :])) >= cost
     assert len(ends) > 5
     assert len(set(ends)) > 1
 
@@ -289,11 +289,11 @@ def test_the_searches_of_figure_8_are_in_the_paper_s_order() -> None:
                    and row["evaluations"] in (at, {128: 36**4, 4096: 91**4}[devices])}  # fmt: skip
         assert medians["exhaustive"] == 1
         assert medians["coordinate descent"] == pytest.approx(1)
-        assert medians["coordinate descent"] <= medians["Metropolis-Hastings"] * (1 + 1e-9)
-        assert medians["Metropolis-Hastings"] + 0.05 < medians["random"]
+        assert medians["coordinate descent"] <= medians["Metropolis Hastings"] * (1 + 1e-9)
+        assert medians["Metropolis Hastings"] + 0.05 < medians["random"]
     assert all(row["low"] <= row["relative"] <= row["high"] for row in figure.rows)
     assert [[spread.name for spread in chart.spreads] for chart in figure.charts] == [
-        ["coordinate descent", "Metropolis-Hastings", "random"]
+        ["coordinate descent", "Metropolis Hastings", "random"]
     ] * 2
     assert figure.charts[0].spreads[0].median[-1] == pytest.approx((math.log10(10_000 / 36**4), 1))
 
@@ -318,13 +318,13 @@ def test_no_gradient_of_figure_7_is_summed() -> None:
 
 def test_vgg_saves_as_much_as_was_found_before() -> None:
     rows = [row for row in figure_9().rows if row["model"] == "VGG-13"]
-    saved = {(row["latency_us"], row["nodes"]): round(row["saved"], 1) for row in rows}
+    saved = {(row["alpha_us"], row["nodes"]): round(row["saved"], 1) for row in rows}
     assert saved == {(0, 16): 3.8, (0, 32): 9.6, (0, 64): 17.8, (20, 16): 10.7, (20, 32): 20.2, (20, 64): 16.8}
-    assert all(row["data_parallel_ms"] > 4 * row["found_ms"] for row in rows)
+    assert all(row["dp_ms"] > 4 * row["found_ms"] for row in rows)
 
 
 def test_summa_overtakes_megatron_from_128_nodes_on_and_what_is_found_is_the_cheapest() -> None:
-    rows = {row["nodes"]: row for row in figure_9().rows if row["model"] == "transformer"}
+    rows = {row["nodes"]: row for row in figure_9().rows if row["model"] == "GPT"}
     assert {nodes: row["summa_ms"] < row["megatron_ms"] for nodes, row in rows.items()} == {
         64: False, 128: True, 256: True
     }  # fmt: skip
@@ -340,8 +340,8 @@ def test_summa_moves_data_once_and_weights_for_each_micro_batch() -> None:
 
 def test_megatron_is_every_mesh_of_data_and_model() -> None:
     prices = price(vgg13(64), counting(8))
-    plans = {" ".join(map(str, prices.strategy(plan))) for plan in megatron(prices)}
-    assert plans == {
+    strategies = {" ".join(map(str, prices.triples_of(strategy))) for strategy in megatron(prices)}
+    assert strategies == {
         "(8,1,1) (8,1,1) (8,1,1)",
         "(4,2,1) (4,1,2) (4,2,1)", "(4,1,2) (4,2,1) (4,1,2)",
         "(2,4,1) (2,1,4) (2,4,1)", "(2,1,4) (2,4,1) (2,1,4)",

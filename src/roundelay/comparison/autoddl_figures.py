@@ -14,10 +14,10 @@ from statistics import median, quantiles
 
 from roundelay.page.search_page import SearchChart, Spread
 from roundelay.planner.autoddl.baselines import megatron, meshes, summa
-from roundelay.planner.autoddl.boxing import CHEAPEST, PAPER, boxing
+from roundelay.planner.autoddl.boxing import CHEAPEST, PAPER, boxing_s
 from roundelay.planner.autoddl.collectives import Level, Machine, counting
 from roundelay.planner.autoddl.models import FIGURE_8_WIDTHS, attention, mlp, transformer, vgg13
-from roundelay.planner.autoddl.prices import Prices, gradient_s, price
+from roundelay.planner.autoddl.prices import gradient_s, price
 from roundelay.planner.autoddl.searches import (
     Evaluated,
     coordinate_descent,
@@ -76,11 +76,11 @@ def figure_3() -> Figure:
 
 def _attention_row(nodes: int, p0: int) -> Row:
     prices = price(attention(WIDTH, TOKENS), counting(nodes), most_p0=p0)
-    plans = (plan for plan in product(range(len(prices.triples)), repeat=2) if _replicates(prices, plan, p0))
-    ranked = sorted((prices.cost(plan), plan) for plan in plans)
-    column = next(plan for plan in megatron(prices) if _replicates(prices, plan, p0))
+    every = [state for state, triple in enumerate(prices.triples) if triple.p0 == (p0,)]
+    ranked = sorted((prices.cost(strategy), strategy) for strategy in product(every, repeat=2))
+    other = next(strategy for strategy in megatron(prices) if strategy[0] in every)
     forward = 2 * 4 * GI
-    qkv, projection = map(str, prices.strategy(ranked[0][1]))
+    qkv, projection = map(str, prices.triples_of(ranked[0][1]))
     return {
         "nodes": nodes,
         "p0": p0,
@@ -88,12 +88,8 @@ def _attention_row(nodes: int, p0: int) -> Row:
         "projection": projection,
         "found": ranked[0][0] / forward,
         "next_best": ranked[1][0] / forward,
-        "megatron": prices.cost(column) / forward,
+        "megatron": prices.cost(other) / forward,
     }
-
-
-def _replicates(prices: Prices, plan: Sequence[int], p0: int) -> bool:
-    return all(triple.p0 == (p0,) for triple in prices.strategy(tuple(plan)))
 
 
 def figure_4() -> Figure:
@@ -113,25 +109,21 @@ def figure_4() -> Figure:
 
 def _ranking(name: str, machine: Machine) -> Iterator[Row]:
     prices = price(transformer(4096, 2**18), machine)
-    plans = {f"Megatron {prices.triples[plan[0]]}": plan for plan in megatron(prices) if _columns_first(prices, plan)}
-    plans |= {"data parallel": (prices.triples.index(data_parallel(machine)),) * 4, "found": exhaustive(prices)[1]}
-    del plans[f"Megatron {data_parallel(machine)}"]
-    ranked = sorted(plans.items(), key=lambda item: -prices.cost(item[1]))
-    for rank, (strategy, plan) in enumerate(ranked, 1):
-        yield {"machine": name, "rank": rank, "strategy": strategy, "ms": 1e3 * prices.cost(plan)}
-
-
-def _columns_first(prices: Prices, plan: Sequence[int]) -> bool:
-    return math.prod(prices.triples[plan[0]].p2) == 1
+    firsts = {strategy: prices.triples[strategy[0]] for strategy in megatron(prices)}
+    costs = {f"Megatron {triple}": prices.cost(s) for s, triple in firsts.items() if math.prod(triple.p2) == 1}
+    costs["data parallel"] = costs.pop(f"Megatron {data_parallel(machine)}")
+    costs["found"] = exhaustive(prices)[0]
+    for rank, (cost, strategy) in enumerate(sorted(((v, k) for k, v in costs.items()), reverse=True), 1):
+        yield {"machine": name, "rank": rank, "strategy": strategy, "ms": 1e3 * cost}
 
 
 def figure_7() -> Figure:
     """VGG-13's dense layers on 32 devices."""
     chain, machine = vgg13(256), counting(32)
     prices = price(chain, machine)
-    strategy = prices.strategy(exhaustive(prices)[1])
+    chosen = prices.triples_of(exhaustive(prices)[1])
     rows: list[Row] = []
-    for k, (layer, state) in enumerate(zip(chain.layers, strategy, strict=True)):
+    for k, (layer, state) in enumerate(zip(chain.layers, chosen, strict=True)):
         p0, p1, p2 = (factor[0] for factor in state)
         sizes = (4.0 * chain.rows * layer.inputs,) * 2
         rows.append(
@@ -140,7 +132,7 @@ def figure_7() -> Figure:
                 "input": f"(S0:{p0}, B:{p1}, S1:{p2})",
                 "weight": f"(B:{p0}, S1:{p1}, S0:{p2})",
                 "output": f"(S0:{p0}, S1:{p1}, P:{p2})",
-                "boxing_bytes": boxing(PAPER, machine, strategy[k - 1] if k else data_parallel(machine), state, sizes),
+                "boxing_bytes": boxing_s(PAPER, machine, chosen[k - 1] if k else data_parallel(machine), state, sizes),
                 "weight_gradient_bytes": gradient_s(chain, machine, layer, state),
             }
         )
@@ -162,7 +154,7 @@ def figure_8() -> Figure:
         [row for case in cases for row in case.rows()],
         [
             f"Relative: lowest cost found to the optimum, median and 90 % interval (low, high) of {RUNS} runs, by "
-            "evaluations, not seconds. Exhaustive stands for so many plans: a dynamic programme, which is exact.",
+            "evaluations, not seconds. Exhaustive stands for so many strategies: a dynamic programme, which is exact.",
             "Assumed, as the paper does not say: 5 µs, 10 GB/s, batches of 4,096 and 65,536 samples in any layout, "
             "fp32; Metropolis-Hastings with beta = 30 / optimum. Cheapest path: boxings that the paper does not have.",
         ],
@@ -184,7 +176,7 @@ class _Searched:
         beta = 30 / self.optimum
         return [
             ("coordinate descent", lambda random: coordinate_descent(self.prices, random)),
-            ("Metropolis-Hastings", lambda random: metropolis_hastings(self.prices, random, beta)),
+            ("Metropolis Hastings", lambda random: metropolis_hastings(self.prices, random, beta)),
             ("random", lambda random: random_search(self.prices, random)),
         ]
 
@@ -192,11 +184,11 @@ class _Searched:
         return [cost / self.optimum for cost in lowest_after(search(Random(seed)), MARKS)]
 
     def rows(self) -> Iterator[Row]:
-        """The optimum by both rules of boxings, and the searches after a thousand evaluations and after all."""
+        """The optimum with both kinds of boxings, and the searches after a thousand evaluations and after all."""
         for name, prices in (("exhaustive", self.prices), ("exhaustive, cheapest path", self.cheapest)):
-            cost, plan = exhaustive(prices)
-            row = self._row(name, prices.num_plans, (cost / self.optimum,) * 3)
-            yield row | {"ms": 1e3 * cost, "plan": " ".join(map(str, prices.strategy(plan)))}
+            cost, strategy = exhaustive(prices)
+            row = self._row(name, prices.num_strategies, (cost / self.optimum,) * 3)
+            yield row | {"ms": 1e3 * cost, "triples": " ".join(map(str, prices.triples_of(strategy)))}
         for name, at in product(self.runs, (1000, MARKS[-1])):
             yield self._row(name, at, self._spread(name, MARKS.index(at)))
 
@@ -210,7 +202,7 @@ class _Searched:
             "low": low,
             "high": high,
             "ms": None,
-            "plan": None,
+            "triples": None,
         }
 
     def _spread(self, name: str, mark: int) -> tuple[float, float, float]:
@@ -219,13 +211,13 @@ class _Searched:
         return twentieths[0], median(found), twentieths[-1]
 
     def chart(self) -> SearchChart:
-        """The searches over evaluations, relative to the plans that an exhaustive search has."""
+        """The searches over evaluations, relative to the strategies that an exhaustive search has."""
         spreads = [Spread(name, *(self._points(name, part) for part in (1, 0, 2))) for name in self.runs]
-        title, x_label = f"{self.devices:,} devices", f"evaluations / {self.prices.num_plans:,} plans, log10"
+        title, x_label = f"{self.devices:,} devices", f"evaluations / {self.prices.num_strategies:,} strategies, log10"
         return SearchChart(title, x_label, "cost / optimum", spreads)
 
     def _points(self, name: str, part: int) -> list[tuple[float, float]]:
-        shares = [math.log10(mark / self.prices.num_plans) for mark in MARKS]
+        shares = [math.log10(mark / self.prices.num_strategies) for mark in MARKS]
         return [(share, self._spread(name, k)[part]) for k, share in enumerate(shares)]
 
 
@@ -233,41 +225,41 @@ def figure_9() -> Figure:
     """Weak scaling on Piz Daint: communication saved."""
     vgg, blocks = ((16, 10.0), (32, 18.0), (64, 29.0)), ((64, 23.9), (128, 46.4), (256, 35.3))
     rows = [
-        *(_scaling("VGG-13", vgg13(8 * nodes), nodes, latency, paper) for latency in (0, 20) for nodes, paper in vgg),
-        *(_scaling("transformer", transformer(WIDTH, TOKENS), nodes, 0, paper) for nodes, paper in blocks),
+        *(_scaling("VGG-13", vgg13(8 * nodes), nodes, alpha, paper) for alpha in (0, 20) for nodes, paper in vgg),
+        *(_scaling("GPT", transformer(WIDTH, TOKENS), nodes, 0, paper) for nodes, paper in blocks),
     ]
     return Figure(
         "AutoDDL, Figure 9: communication of a batch on Piz Daint",
         rows,
         [
-            "saved: % less than the second best; paper: the same, measured. 8.5 GB/s; the latency is assumed. Megatron "
+            "saved: % less than the second best; paper: the same, measured. 8.5 GB/s; α is assumed. Megatron "
             "and SUMMA are on their best meshes. VGG-13 with the gradients of its convolutions.",
-            f"Transformer: one block; assumed are p0 <= {MOST_COPIES} and {MICRO_BATCHES} micro-batches, for each of "
+            f"GPT: one block; assumed are p0 <= {MOST_COPIES} and {MICRO_BATCHES} micro-batches, for each of "
             "which SUMMA moves all weights.",
         ],
     )
 
 
-def _scaling(model: str, chain: Chain, nodes: int, latency_us: float, paper: float) -> Row:
-    machine = (Level(nodes, 1e-6 * latency_us, DAINT_BYTES_PER_S),)
+def _scaling(model: str, chain: Chain, nodes: int, alpha_us: float, paper: float) -> Row:
+    machine = (Level(nodes, 1e-6 * alpha_us, DAINT_BYTES_PER_S),)
     is_block = chain.before == "last"
     prices = price(chain, machine, most_p0=MOST_COPIES if is_block else None)
-    found, plan = exhaustive(prices)
-    others = {"data_parallel": math.nan, "summa": math.nan, "megatron": min(map(prices.cost, megatron(prices)))}
+    found, strategy = exhaustive(prices)
+    others = {"dp": math.nan, "summa": math.nan, "megatron": min(map(prices.cost, megatron(prices)))}
     if is_block:
         others["summa"] = min(summa(chain, machine, mesh, MICRO_BATCHES) for mesh in meshes(nodes))
     else:
-        others["data_parallel"] = prices.cost((prices.triples.index(data_parallel(machine)),) * len(chain.layers))
+        others["dp"] = prices.cost((prices.triples.index(data_parallel(machine)),) * len(chain.layers))
     second = min(seconds for seconds in others.values() if not math.isnan(seconds))
     return {
         "model": model,
         "nodes": nodes,
-        "latency_us": latency_us,
+        "alpha_us": alpha_us,
         **{f"{name}_ms": 1e3 * seconds for name, seconds in others.items()},
         "found_ms": 1e3 * found,
         "saved": 100 * (1 - found / second),
         "paper": paper,
-        "plan": " ".join(map(str, prices.strategy(plan))),
+        "triples": " ".join(map(str, prices.triples_of(strategy))),
     }
 
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 from roundelay.planner.autoddl.collectives import Factor, Machine, ring
-from roundelay.planner.autoddl.prices import Plan, Prices
+from roundelay.planner.autoddl.prices import Prices, Strategy
 from roundelay.planner.autoddl.space import Chain, Triple
 
 
-def megatron(prices: Prices) -> Iterator[Plan]:
-    """Megatron's plans on every 2-D mesh (data, model): layers split by columns and by rows in turns, either first.
+def megatron(prices: Prices) -> Iterator[Strategy]:
+    """Megatron's strategies on every 2-D mesh (data, model): layers split by columns and rows in turns, either first.
 
     With one part of data it is the 1-D form, with one of the model data parallelism.
     """

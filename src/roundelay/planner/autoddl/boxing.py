@@ -17,8 +17,8 @@ Collective = Callable[[Machine, Factor, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """How a boxing is made.
+class Boxing:
+    """How boxings are made.
 
     Args:
         gather: seconds of an all-gather or a reduce-scatter.
@@ -31,20 +31,21 @@ class Rule:
     group: Callable[[Triple, Triple], Factor]
 
 
-def boxing(rule: Rule, machine: Machine, source: Triple, target: Triple, sizes: tuple[float, float]) -> float:
+def boxing_s(boxing: Boxing, machine: Machine, source: Triple, target: Triple, sizes: tuple[float, float]) -> float:
     """Seconds in the forward.
 
     Args:
-        rule: how.
+        boxing: how.
         machine: where.
         source: the layer's whose output it is.
         target: the layer's that reads it.
         sizes: bytes of the whole output, and of the whole input that is made of it: of attention, a third.
     """
     written, read = sizes
-    scattered = rule.gather(machine, source.p2, written / math.prod(source.p0 + source.p1))
-    exchanged = rule.exchange(machine, rule.group(source, target), read / math.prod(level.size for level in machine))
-    return scattered + exchanged + rule.gather(machine, target.p1, read / math.prod(target.p0 + target.p2))
+    scattered = boxing.gather(machine, source.p2, written / math.prod(source.p0 + source.p1))
+    devices = math.prod(level.size for level in machine)
+    exchanged = boxing.exchange(machine, boxing.group(source, target), read / devices)
+    return scattered + exchanged + boxing.gather(machine, target.p1, read / math.prod(target.p0 + target.p2))
 
 
 def _as_published(source: Triple, target: Triple) -> Factor:
@@ -60,9 +61,9 @@ def _gap(source: Triple, target: Triple) -> Factor:
     return tuple(max(1, max(a, c) // min(a * b, c * d)) for a, b, c, d in letters)
 
 
-PAPER = Rule(ring, ring, _as_published)
+PAPER = Boxing(ring, ring, _as_published)
 """One ring for each step."""
 
-CHEAPEST = Rule(halving, all_to_alls, _gap)
+CHEAPEST = Boxing(halving, all_to_alls, _gap)
 """The cheapest path through split tensors: parts of P become parts of rows or of columns, whichever leaves less to
 exchange, and steps go in rounds of two devices. Not in the paper."""

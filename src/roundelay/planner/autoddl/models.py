@@ -27,7 +27,7 @@ def attention(width: int, tokens: int) -> Chain:
 
 
 def transformer(width: int, tokens: int) -> Chain:
-    """The four linears of a transformer block between equal ones, which share a plan (Sect. 4.5.1)."""
+    """The four linears of a transformer block between equal ones, which share a strategy (Sect. 4.5.1)."""
     pairs = {"qkv": (1, 3), "projection": (1, 1), "mlp in": (1, 4), "mlp out": (4, 1)}
     return Chain([Linear(name, a * width, b * width) for name, (a, b) in pairs.items()], tokens, "last")
 

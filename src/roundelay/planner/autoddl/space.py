@@ -1,7 +1,7 @@
 """AutoDDL's space: p = p0 p1 p2 devices for each linear layer I W = O of a chain (Sects. 4.2, 4.5).
 
 I lies as (S0: p0, B: p1, S1: p2), W as (B: p0, S1: p1, S0: p2), so that O is (S0: p0, S1: p1, P: p2). W's gradient is
-summed over p0. Only how many devices a letter has counts, not which: 36 strategies for 128 equal devices.
+summed over p0. Only how many devices a letter has counts, not which: 36 triples for 128 equal devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roundelay.planner.autoddl.collectives import Factor, Machine
 
 
 class Triple(NamedTuple):
-    """The strategy of a layer.
+    """How a layer is split.
 
     Args:
         p0: by how many devices rows of I and O are split.
@@ -58,7 +58,7 @@ class Chain:
         layers: from the first.
         rows: of every tensor: samples or tokens of a batch.
         before: what the first layer reads: `free` data in any layout, without a gradient; `rows`, a tensor whose rows
-            are split over all devices; `last`, the output of the last layer, as in equal blocks that share a plan.
+            are split over all devices; `last`, the output of the last layer, as in equal blocks that share a strategy.
         element_bytes: bytes of an element.
         replicated: elements of weights that all devices have beside the chain; their gradients are summed.
     """
@@ -77,7 +77,7 @@ def data_parallel(machine: Machine) -> Triple:
 
 
 def triples(machine: Machine, most_p0: int | None = None) -> tuple[Triple, ...]:
-    """All strategies of a layer.
+    """All of a layer.
 
     Args:
         machine: on which.
