@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -358,3 +359,36 @@ def test_bytes_of_a_cube_of_devices_fall_with_the_power_two_thirds(side: int) ->
     assert prices.cost(cube) == pytest.approx(2 * 6 * n**2 / devices ** (2 / 3) * (1 - 1 / side))
     assert exhaustive(prices)[0] <= prices.cost(cube)
     assert min(map(prices.cost, megatron(prices))) > prices.cost(cube) or side == 2
+
+
+def moves(state: tuple[int, ...], num_bytes: float, machine: Machine) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """(seconds, next state) of a tensor on devices in powers of two for S0, S1, P and B."""
+    for source, target, bits in product(range(4), range(4), range(1, 5)):
+        if source == target or state[source] < bits or (target == 2 and source != 3):
+            continue
+        local = num_bytes / 2 ** (state[0] + state[1])
+        size = {(True, True): local, (True, False): local * 2**bits}.get((source < 2, target < 2), local)
+        once = 0.0 if source == 3 else ring(machine, (2**bits,), size)
+        changed = [n - bits * (k == source) + bits * (k == target) for k, n in enumerate(state)]
+        yield (2 * once if (source, target) == (2, 3) else once), tuple(changed)
+
+
+@pytest.mark.parametrize("machine", [counting(16), flat(16), (Level(16, 1e-3, 1e10),)])
+def test_no_path_of_collectives_and_slices_is_cheaper_than_the_cheapest(machine: Machine) -> None:
+    num_bytes = 2.0**22
+    bits = [tuple(factor[0].bit_length() - 1 for factor in triple) for triple in triples(machine)]
+    for source, start in zip(triples(machine), bits, strict=True):
+        begin = (start[0], start[1], start[2], 0)
+        seconds, done, waiting = {begin: 0.0}, set(), [(0.0, begin)]
+        while waiting:
+            at, state = heapq.heappop(waiting)
+            if state in done:
+                continue
+            done.add(state)
+            for more, after in moves(state, num_bytes, machine):
+                if at + more < seconds.get(after, math.inf):
+                    seconds[after] = at + more
+                    heapq.heappush(waiting, (at + more, after))
+        for target, end in zip(triples(machine), bits, strict=True):
+            found = boxing_s(CHEAPEST, machine, source, target, (num_bytes, num_bytes))
+            assert found == pytest.approx(seconds[end[0], end[2], 0, end[1]]), (source, target)
