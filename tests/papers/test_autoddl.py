@@ -297,6 +297,9 @@ def test_the_searches_of_figure_8_are_in_the_paper_s_order() -> None:
         ["coordinate descent", "Metropolis Hastings", "random"]
     ] * 2
     assert figure.charts[0].spreads[0].median[-1] == pytest.approx((math.log10(10_000 / 36**4), 1))
+    ends = [tuple(points[-1][1] for points in (s.low, s.median, s.high)) for s in figure.charts[1].spreads]
+    rows = {row["search"]: row for row in figure.rows if row["devices"] == 4096 and row["evaluations"] == 10_000}
+    assert ends == [(row["low"], row["relative"], row["high"]) for row in rows.values()]
 
 
 def test_strategies_are_ranked_by_predicted_cost() -> None:
