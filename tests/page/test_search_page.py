@@ -9,7 +9,7 @@ from tests.page.runs import EVIL
 
 
 def chart(name: str) -> SearchChart:
-    lines = [[(float(x), y / (x + 1)) for x in range(5)] for y in (2.0, 1.0, 3.0)]
+    lines = [[(float(x), y / (x + 1)) for x in range(5)] for y in (1.0, 2.0, 3.0)]
     return SearchChart(name, name, name, [Spread(f"{name} {k}", *lines) for k in range(2)])
 
 

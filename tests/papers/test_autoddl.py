@@ -161,7 +161,7 @@ def test_a_strategy_costs_the_sum_of_its_collectives(boxing: Boxing) -> None:
     [(64, 4, 2, 3.75), (64, 2, 3.25, 7.75), (64, 8, 1.25, 1.75), (128, 4, 1.625, 3.875), (256, 4, 1.1875, 3.9375)],
 )
 def test_the_attention_layer_of_figure_3(nodes: int, p0: int, ours: float, theirs: float) -> None:
-    (row,) = (row for row in figure_3().rows if (row["nodes"], row["p0"]) == (nodes, p0))
+    (row,) = (row for row in figure_3().records if (row["nodes"], row["p0"]) == (nodes, p0))
     assert (row["found"], row["megatron"]) == (ours, theirs)
     if (nodes, p0) == (64, 4):
         assert (row["qkv"], row["projection"], row["next_best"]) == ("(4,8,2)", "(4,4,4)", 2.25)
@@ -286,24 +286,24 @@ def test_coordinate_descent_ends_each_round_where_no_layer_alone_is_better() -> 
 def test_the_searches_of_figure_8_are_in_the_paper_s_order() -> None:
     figure = figure_8()
     for devices, at in product((128, 4096), (1000, 10_000)):
-        medians = {row["search"]: row["relative"] for row in figure.rows if row["devices"] == devices
+        medians = {row["search"]: row["relative"] for row in figure.records if row["devices"] == devices
                    and row["evaluations"] in (at, {128: 36**4, 4096: 91**4}[devices])}  # fmt: skip
         assert medians["exhaustive"] == 1
         assert medians["coordinate descent"] == pytest.approx(1)
         assert medians["coordinate descent"] <= medians["Metropolis Hastings"] * (1 + 1e-9)
         assert medians["Metropolis Hastings"] + 0.05 < medians["random"]
-    assert all(row["low"] <= row["relative"] <= row["high"] for row in figure.rows)
+    assert all(row["low"] <= row["relative"] <= row["high"] for row in figure.records)
     assert [[spread.name for spread in chart.spreads] for chart in figure.charts] == [
         ["coordinate descent", "Metropolis Hastings", "random"]
     ] * 2
     assert figure.charts[0].spreads[0].median[-1] == pytest.approx((math.log10(10_000 / 36**4), 1))
     ends = [tuple(points[-1][1] for points in (s.low, s.median, s.high)) for s in figure.charts[1].spreads]
-    rows = {row["search"]: row for row in figure.rows if row["devices"] == 4096 and row["evaluations"] == 10_000}
+    rows = {row["search"]: row for row in figure.records if row["devices"] == 4096 and row["evaluations"] == 10_000}
     assert ends == [(row["low"], row["relative"], row["high"]) for row in rows.values()]
 
 
 def test_strategies_are_ranked_by_predicted_cost() -> None:
-    rows = figure_4().rows
+    rows = figure_4().records
     for machine, number in (("32 nodes", 7), ("2 nodes of 8", 9)):
         ranked = [row for row in rows if row["machine"] == machine]
         assert [row["rank"] for row in ranked] == list(range(1, number + 1))
@@ -313,7 +313,7 @@ def test_strategies_are_ranked_by_predicted_cost() -> None:
 
 
 def test_no_gradient_of_figure_7_is_summed() -> None:
-    rows = figure_7().rows
+    rows = figure_7().records
     assert [row["weight_gradient_bytes"] for row in rows] == [0, 0, 0]
     assert [row["weight"] for row in rows] == ["(B:1, S1:2, S0:16)", "(B:1, S1:4, S0:8)", "(B:1, S1:2, S0:16)"]
     # 256 x 25088 x 4 bytes / 32 31/32 are exchanged, 256 x 25088 x 4 / 16 1/2 gathered
@@ -321,14 +321,14 @@ def test_no_gradient_of_figure_7_is_summed() -> None:
 
 
 def test_vgg_saves_as_much_as_was_found_before() -> None:
-    rows = [row for row in figure_9().rows if row["model"] == "VGG-13"]
+    rows = [row for row in figure_9().records if row["model"] == "VGG-13"]
     saved = {(row["alpha_us"], row["nodes"]): round(row["saved"], 1) for row in rows}
     assert saved == {(0, 16): 3.8, (0, 32): 9.6, (0, 64): 17.8, (20, 16): 10.7, (20, 32): 20.2, (20, 64): 16.8}
     assert all(row["dp_ms"] > 4 * row["found_ms"] for row in rows)
 
 
 def test_summa_overtakes_megatron_from_128_nodes_on_and_what_is_found_is_the_cheapest() -> None:
-    rows = {row["nodes"]: row for row in figure_9().rows if row["model"] == "GPT"}
+    rows = {row["nodes"]: row for row in figure_9().records if row["model"] == "GPT"}
     assert {nodes: row["summa_ms"] < row["megatron_ms"] for nodes, row in rows.items()} == {
         64: False, 128: True, 256: True
     }  # fmt: skip

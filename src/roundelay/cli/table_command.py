@@ -37,12 +37,10 @@ must follow one another between two time steps."""
 
 def table_command(
     paper: Annotated[
-        str,
-        typer.Argument(help="Which: cdp (Cyclic Data Parallelism, Table 1) or autoddl (AutoDDL's figures)."),
+        str, typer.Argument(help="Which: cdp (Cyclic Data Parallelism, Table 1) or autoddl (AutoDDL's figures).")
     ],
     workers: Annotated[
-        int | None,
-        typer.Option(help="cdp: N, stages and micro-batches of a batch. [default: 3]", min=2, max=64),
+        int | None, typer.Option(help="cdp: N, stages and micro-batches of a batch. [default: 3]", min=2, max=64)
     ] = None,
     run: Annotated[
         bool | None,
@@ -60,12 +58,8 @@ def table_command(
     given = {"--workers": workers, "--run": run, "--figure": figure, "--html": html}
     foreign = [name for name in given if given[name] is not None and name not in TABLES[paper]]
     if foreign:
-        raise UsageError(
-            f"options of the table {paper}",
-            got=", ".join(foreign),
-            expected=", ".join(TABLES[paper]),
-            remedy="Leave these out.",
-        )
+        got, known = ", ".join(foreign), ", ".join(TABLES[paper])
+        raise UsageError(f"options of the table {paper}", got=got, expected=known, remedy="Leave these out.")
     if paper == "cdp":
         _cyclic(3 if workers is None else workers, run, as_json)
     else:
@@ -91,12 +85,12 @@ def _autoddl(number: int, html: Path | None, as_json: bool) -> None:
         raise UsageError("AutoDDL's figure", got=str(number), expected=known, remedy="Choose one of these.")
     with doing(f"Computing Figure {number} ...", as_json):
         figure = figures[number]()
-    columns = [name.replace("_", " ") for name in figure.rows[0]]
-    cells = [[_text(value) for value in row.values()] for row in figure.rows]
+    columns = [name.replace("_", " ") for name in figure.columns]
+    cells = [list(map(_text, row)) for row in figure.rows]
     if html is not None:
         write_text(html, search_page(figure.title, figure.notes, [columns, *cells], figure.charts))
     if as_json:
-        show_json({"table": "autoddl", "figure": number, "rows": figure.rows})
+        show_json({"table": "autoddl", "figure": number, "rows": figure.records})
         return
     stdout.print(table(figure.title, columns, cells))
     stdout.print("", *figure.notes, sep="\n")

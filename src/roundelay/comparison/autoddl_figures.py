@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from random import Random
 from statistics import median, quantiles
@@ -17,7 +18,7 @@ from roundelay.planner.autoddl.baselines import megatron, meshes, summa
 from roundelay.planner.autoddl.boxing import CHEAPEST, PAPER, boxing_s
 from roundelay.planner.autoddl.collectives import Level, Machine, counting
 from roundelay.planner.autoddl.models import FIGURE_8_WIDTHS, attention, mlp, transformer, vgg13
-from roundelay.planner.autoddl.prices import gradient_s, price
+from roundelay.planner.autoddl.prices import Prices, Strategy, gradient_s, price
 from roundelay.planner.autoddl.searches import (
     Evaluated,
     coordinate_descent,
@@ -29,7 +30,7 @@ from roundelay.planner.autoddl.searches import (
 from roundelay.planner.autoddl.space import Chain, data_parallel
 
 Cell = str | int | float | None
-Row = Mapping[str, Cell]
+Row = tuple[Cell, ...]
 
 GI = 2**30
 TOKENS, WIDTH = 2**20, 8192
@@ -51,21 +52,29 @@ class Figure:
 
     Args:
         title: what it shows.
-        rows: by column; all have the same.
+        columns: their names, in one word.
+        rows: a value for each column.
         notes: what must be known of the numbers.
         charts: to be drawn.
     """
 
     title: str
+    columns: Sequence[str]
     rows: Sequence[Row]
     notes: Sequence[str]
     charts: Sequence[SearchChart] = ()
+
+    @property
+    def records(self) -> list[dict[str, Cell]]:
+        """The rows by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
 def figure_3() -> Figure:
     """Elements that an attention layer's forward communicates on one device."""
     return Figure(
         "AutoDDL, Figure 3: intermediate communication of an attention layer, Gi elements of a device",
+        ["nodes", "p0", "qkv", "projection", "found", "next_best", "megatron"],
         [_attention_row(nodes, p0) for nodes, p0 in ((64, 4), (64, 2), (64, 8), (128, 4), (256, 4))],
         [
             "Forward only; 1,024 sequences of 1,024 tokens, width 8,192. p0: copies of a weight, which memory limits.",
@@ -79,17 +88,9 @@ def _attention_row(nodes: int, p0: int) -> Row:
     every = [state for state, triple in enumerate(prices.triples) if triple.p0 == (p0,)]
     ranked = sorted((prices.cost(strategy), strategy) for strategy in product(every, repeat=2))
     other = next(strategy for strategy in megatron(prices) if strategy[0] in every)
-    forward = 2 * 4 * GI
     qkv, projection = map(str, prices.triples_of(ranked[0][1]))
-    return {
-        "nodes": nodes,
-        "p0": p0,
-        "qkv": qkv,
-        "projection": projection,
-        "found": ranked[0][0] / forward,
-        "next_best": ranked[1][0] / forward,
-        "megatron": prices.cost(other) / forward,
-    }
+    costs = ranked[0][0], ranked[1][0], prices.cost(other)
+    return nodes, p0, qkv, projection, *(cost / (2 * 4 * GI) for cost in costs)
 
 
 def figure_4() -> Figure:
@@ -98,6 +99,7 @@ def figure_4() -> Figure:
     machines = {"32 nodes": daint, "2 nodes of 8": cloud}
     return Figure(
         "AutoDDL, Figure 4: predicted communication of a transformer block, by strategy",
+        ["machine", "rank", "strategy", "ms"],
         [row for name, machine in machines.items() for row in _ranking(name, machine)],
         [
             "The paper, which measured, names neither its model nor its eight strategies. Here they are Megatron's on "
@@ -114,7 +116,7 @@ def _ranking(name: str, machine: Machine) -> Iterator[Row]:
     costs["data parallel"] = costs.pop(f"Megatron {data_parallel(machine)}")
     costs["found"] = exhaustive(prices)[0]
     for rank, (cost, strategy) in enumerate(sorted(((v, k) for k, v in costs.items()), reverse=True), 1):
-        yield {"machine": name, "rank": rank, "strategy": strategy, "ms": 1e3 * cost}
+        yield name, rank, strategy, 1e3 * cost
 
 
 def figure_7() -> Figure:
@@ -125,19 +127,13 @@ def figure_7() -> Figure:
     rows: list[Row] = []
     for k, (layer, state) in enumerate(zip(chain.layers, chosen, strict=True)):
         p0, p1, p2 = (factor[0] for factor in state)
-        sizes = (4.0 * chain.rows * layer.inputs,) * 2
-        rows.append(
-            {
-                "layer": layer.name,
-                "input": f"(S0:{p0}, B:{p1}, S1:{p2})",
-                "weight": f"(B:{p0}, S1:{p1}, S0:{p2})",
-                "output": f"(S0:{p0}, S1:{p1}, P:{p2})",
-                "boxing_bytes": boxing_s(PAPER, machine, chosen[k - 1] if k else data_parallel(machine), state, sizes),
-                "weight_gradient_bytes": gradient_s(chain, machine, layer, state),
-            }
-        )
+        size, before = 4.0 * chain.rows * layer.inputs, chosen[k - 1] if k else data_parallel(machine)
+        signatures = f"(S0:{p0}, B:{p1}, S1:{p2})", f"(B:{p0}, S1:{p1}, S0:{p2})", f"(S0:{p0}, S1:{p1}, P:{p2})"
+        boxed = boxing_s(PAPER, machine, before, state, (size, size))
+        rows.append((layer.name, *signatures, boxed, gradient_s(chain, machine, layer, state)))
     return Figure(
         "AutoDDL, Figure 7: the last three dense layers of VGG-13 on 32 devices",
+        ["layer", "input", "weight", "output", "boxing_bytes", "weight_gradient_bytes"],
         rows,
         [
             "Batch 256, α = 0. Bytes of a device: of the boxing into the layer, in the forward and again in the "
@@ -151,6 +147,7 @@ def figure_8() -> Figure:
     cases = [_Searched(128, 4096), _Searched(4096, 65536)]
     return Figure(
         "AutoDDL, Figure 8: searches on a 4-layer MLP",
+        ["devices", "search", "evaluations", "low", "relative", "high", "ms", "triples"],
         [row for case in cases for row in case.rows()],
         [
             f"Relative: lowest cost found to the optimum, median and 90 % interval (low, high) of {RUNS} runs, by "
@@ -170,40 +167,24 @@ class _Searched:
         chain, machine = mlp(FIGURE_8_WIDTHS, batch), (Level(devices, 5e-6, 1e10),)
         self.prices, self.cheapest = price(chain, machine), price(chain, machine, CHEAPEST)
         self.optimum = exhaustive(self.prices)[0]
-        self.runs = {name: [self._run(search, seed) for seed in range(RUNS)] for name, search in self._searches()}
+        self.runs = {
+            "coordinate descent": self._runs(coordinate_descent),
+            "Metropolis Hastings": self._runs(partial(metropolis_hastings, beta=30 / self.optimum)),
+            "random": self._runs(random_search),
+        }
 
-    def _searches(self) -> list[tuple[str, Callable[[Random], Iterator[Evaluated]]]]:
-        beta = 30 / self.optimum
-        return [
-            ("coordinate descent", lambda random: coordinate_descent(self.prices, random)),
-            ("Metropolis Hastings", lambda random: metropolis_hastings(self.prices, random, beta)),
-            ("random", lambda random: random_search(self.prices, random)),
-        ]
-
-    def _run(self, search: Callable[[Random], Iterator[Evaluated]], seed: int) -> list[float]:
-        return [cost / self.optimum for cost in lowest_after(search(Random(seed)), MARKS)]
+    def _runs(self, search: Callable[[Prices, Random], Iterator[Evaluated]]) -> list[list[float]]:
+        searches = (search(self.prices, Random(seed)) for seed in range(RUNS))
+        return [[cost / self.optimum for cost in lowest_after(found, MARKS)] for found in searches]
 
     def rows(self) -> Iterator[Row]:
         """The optimum with both kinds of boxings, and the searches after a thousand evaluations and after all."""
         for name, prices in (("exhaustive", self.prices), ("exhaustive, cheapest path", self.cheapest)):
             cost, strategy = exhaustive(prices)
-            row = self._row(name, prices.num_strategies, (cost / self.optimum,) * 3)
-            yield row | {"ms": 1e3 * cost, "triples": " ".join(map(str, prices.triples_of(strategy)))}
+            relative = (cost / self.optimum,) * 3
+            yield self.devices, name, prices.num_strategies, *relative, 1e3 * cost, _text(prices, strategy)
         for name, at in product(self.runs, (1000, MARKS[-1])):
-            yield self._row(name, at, self._spread(name, MARKS.index(at)))
-
-    def _row(self, name: str, evaluations: int, spread: tuple[float, float, float]) -> dict[str, Cell]:
-        low, middle, high = spread
-        return {
-            "devices": self.devices,
-            "search": name,
-            "evaluations": evaluations,
-            "relative": middle,
-            "low": low,
-            "high": high,
-            "ms": None,
-            "triples": None,
-        }
+            yield self.devices, name, at, *self._spread(name, MARKS.index(at)), None, None
 
     def _spread(self, name: str, mark: int) -> tuple[float, float, float]:
         found = [run[mark] for run in self.runs[name]]
@@ -212,7 +193,7 @@ class _Searched:
 
     def chart(self) -> SearchChart:
         """The searches over evaluations, relative to the strategies that an exhaustive search has."""
-        spreads = [Spread(name, *(self._points(name, part) for part in (1, 0, 2))) for name in self.runs]
+        spreads = [Spread(name, *(self._points(name, part) for part in range(3))) for name in self.runs]
         title, x_label = f"{self.devices:,} devices", f"evaluations / {self.prices.num_strategies:,} strategies, log10"
         return SearchChart(title, x_label, "cost / optimum", spreads)
 
@@ -230,6 +211,7 @@ def figure_9() -> Figure:
     ]
     return Figure(
         "AutoDDL, Figure 9: communication of a batch on Piz Daint",
+        ["model", "nodes", "alpha_us", "dp_ms", "summa_ms", "megatron_ms", "found_ms", "saved", "paper", "triples"],
         rows,
         [
             "saved: % less than the second best; paper: the same, measured. 8.5 GB/s; α is assumed. Megatron "
@@ -245,22 +227,18 @@ def _scaling(model: str, chain: Chain, nodes: int, alpha_us: float, paper: float
     is_block = chain.before == "last"
     prices = price(chain, machine, most_p0=MOST_COPIES if is_block else None)
     found, strategy = exhaustive(prices)
-    others = {"dp": math.nan, "summa": math.nan, "megatron": min(map(prices.cost, megatron(prices)))}
+    others = [math.nan, math.nan, min(map(prices.cost, megatron(prices)))]
     if is_block:
-        others["summa"] = min(summa(chain, machine, mesh, MICRO_BATCHES) for mesh in meshes(nodes))
+        others[1] = min(summa(chain, machine, mesh, MICRO_BATCHES) for mesh in meshes(nodes))
     else:
-        others["dp"] = prices.cost((prices.triples.index(data_parallel(machine)),) * len(chain.layers))
-    second = min(seconds for seconds in others.values() if not math.isnan(seconds))
-    return {
-        "model": model,
-        "nodes": nodes,
-        "alpha_us": alpha_us,
-        **{f"{name}_ms": 1e3 * seconds for name, seconds in others.items()},
-        "found_ms": 1e3 * found,
-        "saved": 100 * (1 - found / second),
-        "paper": paper,
-        "triples": " ".join(map(str, prices.triples_of(strategy))),
-    }
+        others[0] = prices.cost((prices.triples.index(data_parallel(machine)),) * len(chain.layers))
+    saved = 100 * (1 - found / min(seconds for seconds in others if not math.isnan(seconds)))
+    milliseconds = (1e3 * seconds for seconds in (*others, found))
+    return model, nodes, alpha_us, *milliseconds, saved, paper, _text(prices, strategy)
+
+
+def _text(prices: Prices, strategy: Strategy) -> str:
+    return " ".join(map(str, prices.triples_of(strategy)))
 
 
 FIGURES: Mapping[int, Callable[[], Figure]] = {3: figure_3, 4: figure_4, 7: figure_7, 8: figure_8, 9: figure_9}

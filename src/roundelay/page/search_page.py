@@ -13,31 +13,17 @@ from roundelay.page.sections import TALL, WIDE, document, for_screens, legend, n
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What the runs of one search have found.
-
-    Args:
-        name: of the search.
-        median: by x.
-        low: the interval's lower end, by x.
-        high: its upper end.
-    """
+    """What the runs of one search have found: median and interval, by x."""
 
     name: str
-    median: Points
     low: Points
+    median: Points
     high: Points
 
 
 @dataclass(frozen=True, slots=True)
 class SearchChart:
-    """One figure.
-
-    Args:
-        title: above it.
-        x_label: below it.
-        y_label: of its values.
-        spreads: one for each search.
-    """
+    """One figure: its title, the names of its axes, and a spread for each search."""
 
     title: str
     x_label: str

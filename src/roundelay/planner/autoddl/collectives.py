@@ -7,7 +7,6 @@ the outermost level that it spans.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -80,6 +79,7 @@ def all_to_alls(machine: Machine, group: Factor, num_bytes: float) -> float:
 @cache
 def _in_parts(level: Level, bits: int, num_bytes: float) -> float:
     """Among 2 to the ``bits`` parts of a level."""
-    sizes: Sequence[int] = range(1, bits + 1)
-    ways = (ring((level,), (1 << n,), num_bytes) + _in_parts(level, bits - n, num_bytes) for n in sizes)
-    return min(ways, default=0.0)
+    first = range(1, bits + 1)
+    return min(
+        (ring((level,), (1 << n,), num_bytes) + _in_parts(level, bits - n, num_bytes) for n in first), default=0.0
+    )
