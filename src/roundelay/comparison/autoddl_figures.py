@@ -52,7 +52,7 @@ class Figure:
 
     Args:
         title: what it shows.
-        columns: their names, in one word.
+        columns: their names, each in one word.
         rows: a value for each column.
         notes: what must be known of the numbers.
         charts: to be drawn.
@@ -193,13 +193,11 @@ class _Searched:
 
     def chart(self) -> SearchChart:
         """The searches over evaluations, relative to the strategies that an exhaustive search has."""
-        spreads = [Spread(name, *(self._points(name, part) for part in range(3))) for name in self.runs]
+        shares = [math.log10(mark / self.prices.num_strategies) for mark in MARKS]
+        ends = {name: zip(*(self._spread(name, k) for k in range(len(MARKS))), strict=True) for name in self.runs}
+        spreads = [Spread(name, *(list(zip(shares, end, strict=True)) for end in ends[name])) for name in ends]
         title, x_label = f"{self.devices:,} devices", f"evaluations / {self.prices.num_strategies:,} strategies, log10"
         return SearchChart(title, x_label, "cost / optimum", spreads)
-
-    def _points(self, name: str, part: int) -> list[tuple[float, float]]:
-        shares = [math.log10(mark / self.prices.num_strategies) for mark in MARKS]
-        return [(share, self._spread(name, k)[part]) for k, share in enumerate(shares)]
 
 
 def figure_9() -> Figure:

@@ -79,7 +79,6 @@ def all_to_alls(machine: Machine, group: Factor, num_bytes: float) -> float:
 @cache
 def _in_parts(level: Level, bits: int, num_bytes: float) -> float:
     """Among 2 to the ``bits`` parts of a level."""
-    first = range(1, bits + 1)
-    return min(
-        (ring((level,), (1 << n,), num_bytes) + _in_parts(level, bits - n, num_bytes) for n in first), default=0.0
-    )
+    parts = range(1, bits + 1)
+    ways = (ring((level,), (1 << n,), num_bytes) + _in_parts(level, bits - n, num_bytes) for n in parts)
+    return min(ways, default=0.0)
