@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -56,12 +56,13 @@ def comparison_page(title: str, about: Sequence[str], table: Sequence[Sequence[s
         section("Table", "".join(note(text) for text in about) + text_table(table)),
         *(section(chart.name, keys + _figures(chart, lines)) for chart in charts),
     ]
-    return document(title, body, "compare", _line_styles(len(lines)))
+    return document(title, body, "compare", line_styles(range(len(lines))))
 
 
-def _line_styles(count: int) -> str:
+def line_styles(lines: Iterable[int]) -> str:
+    """Style rules of lines, by their numbers; their CSS classes are ``line`` and the number."""
     rules = []
-    for line in range(count):
+    for line in lines:
         colour, dashes = style_of(line)
         rules.append(f".curve.line{line} {{ stroke: {colour}; stroke-dasharray: {dashes or 'none'}; }}")
         rules.append(f".dot.line{line} {{ fill: {colour}; }} i.line{line} {{ background: {colour}; }}")
