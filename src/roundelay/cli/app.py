@@ -19,7 +19,14 @@ import typer
 from roundelay import env
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
-from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run, check_search
+from roundelay.cli.check_options import (
+    check_choices,
+    check_comparison,
+    check_explained,
+    check_lengths,
+    check_run,
+    check_search,
+)
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
 from roundelay.cli.loading import load
@@ -180,10 +187,20 @@ def explain(
     diff: Annotated[
         Path | None, typer.Option(help="Another plan: what each term of it takes beside.", metavar="PLAN")
     ] = None,
+    job_file: Annotated[Path | None, typer.Option("--job", help="The job, for --why-not.", metavar="JOB.py")] = None,
+    why_not: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the best plan that has this beside the plan, both predicted from the job: a choice such as "
+            "zero=3, or a parameter's signature such as 'layers.0.up.weight=S(1)'.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Explain a plan: where its predicted time and memory go, term by term."""
-    load("cli.explain_command").explain_command(plan_file, diff, as_json=as_json)
+    check_explained(diff, job_file, why_not)
+    load("cli.explain_command").explain_command(plan_file, diff, job_file, why_not, as_json=as_json)
 
 
 app.command("table", epilog="Example: `roundelay table cdp --workers 3`")(table_command)

@@ -14,7 +14,6 @@ from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
-from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.collect_facts import collect_facts
@@ -80,6 +79,22 @@ class Searched:
     seconds: Mapping[str, float] = field(hash=False)
 
 
+def task_of(source: Examined, given: Choices) -> Task:
+    """What is searched for on this machine.
+
+    Args:
+        source: the job, which is looked at here.
+        given: pins; `workers` is how many there are in all.
+    """
+    machine = hardware_here()
+    workers = given.workers or max(2, machine.devices)
+    counts = counts_of(workers) if given.threads is None else []
+    threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
+    facts = collect_facts(source, precision=given.precision, threads=sorted(threads))
+    limit = None if given.memory_limit is None else parse_bytes(given.memory_limit, "--memory-limit")
+    return Task(facts, machine, workers, limit)
+
+
 @final
 class SearchPlan:
     """One search.
@@ -98,8 +113,6 @@ class SearchPlan:
     ) -> None:
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
-        self._machine = hardware_here()
-        self._workers = given.workers or max(2, self._machine.devices)
         self._pins = replace(given, workers=None, memory_limit=None)
         self._seconds: dict[str, float] = {}
         #: the best so far, for who ends the search early
@@ -112,11 +125,12 @@ class SearchPlan:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
         with self._phase("facts", "Measuring the model's operations ..."):
-            facts = self._facts()
+            task = task_of(Examined(self._job, self._captured, self._seed, self._show_wait), self._given)
         with self._phase("search", "Searching ..."):
-            task = Task(facts, self._machine, self._workers, self._memory())
-            found = search(task, space(self._pins, facts, self._machine, self._workers), tell=self._progress)
-            known = {name: _maybe(task, one) for name, one in self._baselines().items()}
+            points = space(self._pins, task.facts, task.machine, task.workers)
+            found = search(task, points, tell=self._progress)
+            families = baselines(self._pins, task.machine, task.workers)
+            known = {name: _maybe(task, one) for name, one in families.items()}
         with self._phase("finals", "Running the best ..."):
             run = self._run_finals(_finalists(found, finals))
         chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
@@ -131,23 +145,10 @@ class SearchPlan:
         yield
         self._seconds[name] = time.perf_counter() - began
 
-    def _facts(self) -> ModelFacts:
-        counts = counts_of(self._workers) if self._given.threads is None else []
-        threads = {self._machine.threads_each((CPU,) * count) for count in counts} or {self._given.threads or 1}
-        examined = Examined(self._job, self._captured, self._seed, self._show_wait)
-        return collect_facts(examined, precision=self._given.precision, threads=sorted(threads))
-
-    def _memory(self) -> int | None:
-        limit = self._given.memory_limit
-        return None if limit is None else parse_bytes(limit, "--memory-limit")
-
     def _progress(self, done: int, points: int, best: Tried | None) -> None:
         self.best = best or self.best
         takes = "" if best is None else f", the best takes {best.batch_s * 1e3:.3g} ms a batch"
         self._tell(f"Searching: {done} of {points} plans{takes} ...")
-
-    def _baselines(self) -> Mapping[str, Choices]:
-        return baselines(self._pins, self._machine, self._workers)
 
     def _run_finals(self, finalists: Sequence[tuple[str, Tried]]) -> list[Final]:
         short = ShortRun(self._job, self._captured, self._seed, FINAL_S)
