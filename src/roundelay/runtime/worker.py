@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro
 from roundelay.runtime.loading.prefetch import Registers
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.processes.determinism import use_threads
-from roundelay.runtime.processes.device_failure import has_failed, keep
+from roundelay.runtime.processes.device_failure import RecentIntegers, has_failed, keep
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
 from roundelay.runtime.shm_allreduce import block_of
@@ -65,41 +66,71 @@ def unchanged(endpoint: Endpoint) -> Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """Everything a run needs, the same for all workers.
+class Workload(ABC):
+    """What launching must know of what it launches, the same for all workers: a run, or measurements of its parts.
 
     Args:
         works: what each worker is sent.
+        audit: whether to report a digest of everything that is computed.
+        prepare: what every forked worker does first.
+    """
+
+    works: tuple[Work, ...]
+    audit: bool = False
+    prepare: Prepare | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What all workers have in common."""
+        return self.works[0].settings
+
+    def recent_integers(self) -> RecentIntegers | None:
+        """Where the devices of a run keep the integers of micro-batches, if they do."""
+        return None
+
+    @abstractmethod
+    def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
+        """What a worker does, to its last report, ``finished``; arguments as of :func:`work`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Workload):
+    """Everything a run needs, the same for all workers.
+
+    Args:
         partition: its stages.
         captured: the model.
         job: the user's job.
         seed: seed of the run.
         extent: where the run starts and ends.
         initial: weights and states to start from.
-        audit: whether to report a digest of everything that is computed.
         handlers: stage to handlers that replace those of :data:`HANDLERS`, by opcode.
-        prepare: what every forked worker does first.
         states: what the stages' states are needed for.
         control: lets the launcher request a checkpoint or the end of the run from the reader.
     """
 
-    works: tuple[Work, ...]
     partition: Partition
     captured: Captured
     job: Job
     seed: int
     extent: Extent
     initial: Initial
-    audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
     states: StateUse
-    prepare: Prepare | None = None
     control: RunControl | None = None
 
-    @property
-    def settings(self) -> Settings:
-        """What all workers have in common."""
-        return self.works[0].settings
+    def recent_integers(self) -> RecentIntegers:
+        """Those of the model."""
+        return RecentIntegers(self.captured.graph)
+
+    def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
+        """Run one worker to the end of its program."""
+        running = _Worker(self, worker, endpoint, report, device)
+        try:
+            yield from running.run()
+        finally:
+            if has_failed():
+                keep(running)
 
 
 @dataclass(slots=True)
@@ -113,11 +144,11 @@ class _Progress:
     reported: float = 0.0
 
 
-def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
-    """Run one worker to the end of its program.
+def work(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
+    """Run one worker to its end.
 
     Args:
-        task: the run.
+        task: what all do.
         worker: its number.
         endpoint: its end of the transport.
         report: called with losses, progress, states and its end. An error is reported as ``failed`` and not raised.
@@ -127,16 +158,11 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
         pass
 
 
-def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
+def working(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
     """:func:`work` as a generator. If the endpoint blocks, it may be resumed at any time."""
     try:
         with device.active():
-            running = _Worker(task, worker, endpoint, report, device)
-            try:
-                yield from running.run()
-            finally:
-                if has_failed():
-                    keep(running)
+            yield from task.loop(worker, endpoint, report, device)
         endpoint.close()
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
