@@ -17,7 +17,7 @@ import torch
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.ir.stage import Edge, Partition, StageSpec
@@ -30,7 +30,7 @@ from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
-from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
+from roundelay.runtime.links import Link, open_link
 from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro_batches
@@ -40,7 +40,6 @@ from roundelay.runtime.processes.determinism import use_threads
 from roundelay.runtime.processes.device_failure import RecentIntegers, has_failed, keep
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
-from roundelay.runtime.shm_allreduce import block_of
 from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.runtime.stage_state import HELD, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
@@ -263,20 +262,9 @@ class _Worker:
 
     def _link(self, channel: Channel) -> Link:
         """This worker's end of a channel."""
-        if channel.phases:
-            memory = self.endpoint.shared(channel.id)
-            own = channel, self.worker, self.endpoint, self.deliver, self.machine.grant
-            if memory is None or channel.phases != all_reduce():
-                return ExchangeLink(*own)
-            planned, holders = self.work.exchanges[channel.id], [port.worker for port in channel.sources]
-            blocks = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
-            sent = planned.bytes_sent(len(holders), holders.index(self.worker))
-            return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
-        if channel.filled_by(self.worker) and channel.read_by(self.worker):
-            return LocalLink(channel, self.deliver, self.machine.grant)
-        if shared := self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None:
-            return SumLink(channel, self.endpoint, self.deliver, shared)
-        return PeerLink(channel, self.endpoint, self.deliver)
+        planned = self.work.exchanges.get(channel.id)
+        blocks = self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None
+        return open_link(channel, self.worker, self.endpoint, planned, self.deliver, self.machine.grant, blocks)
 
     def run(self) -> Loop:
         """Run to the end of the program; then the loader's processes, if it has any, are ended."""

@@ -1,0 +1,142 @@
+"""Curves: seconds by size, as few numbers as tell them within a tolerance."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from roundelay.errors import PlanError
+
+TOLERANCE = 0.15
+"""Largest relative error with which one line stands for what was measured."""
+
+Points = Sequence[tuple[float, float]]
+"""Sizes and seconds, in the order of the sizes."""
+
+_TEXT = re.compile(r"(?P<points>[^;]+); line (?P<line>\S+), kept (?P<kept>\S+)")
+_LEAST_S = 1e-12
+"""Seconds below which relative errors mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by size, linear between points; it prints as ``0: 1e-05, 1048576: 0.0003; line 0.4, kept 0.02``.
+
+    Beyond its end it goes on with the last slope, but for less than at its first point, which holds before it too.
+
+    Args:
+        points: sizes (bytes or FLOPs) and seconds, in the order of the sizes.
+        line_error: largest relative error of the best single line against what was measured.
+        error: that of this curve.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    line_error: float = 0.0
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        numbers = [*sizes, *(seconds for _, seconds in self.points), self.line_error, self.error]
+        if not sizes or sizes != sorted(set(sizes)) or not all(0 <= number < math.inf for number in numbers):
+            raise _bad(str(self))
+
+    def __call__(self, size: float) -> float:
+        """Seconds of this size."""
+        return between(self.points, size)
+
+    def __str__(self) -> str:
+        points = ", ".join(f"{size!r}: {seconds!r}" for size, seconds in self.points)
+        return f"{points}; line {self.line_error!r}, kept {self.error!r}"
+
+    @staticmethod
+    def parse(text: str) -> Curve:
+        """The curve that prints as ``text``.
+
+        Raises:
+            PlanError: there is none.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise _bad(text)
+        try:
+            pairs = [point.split(": ") for point in match["points"].split(", ")]
+            points = tuple([(_number(size), float(seconds)) for size, seconds in pairs])
+            return Curve(points, float(match["line"]), float(match["kept"]))
+        except ValueError as error:
+            raise _bad(text) from error
+
+    @staticmethod
+    def fitted(measured: Iterable[tuple[float, float]], tolerance: float = TOLERANCE) -> Curve:
+        """The line of measured points where it is within the tolerance; else the median of each size.
+
+        Args:
+            measured: sizes and seconds, in any order; a size may come more than once.
+            tolerance: largest relative error of the line.
+        """
+        points = [(size, max(seconds, _LEAST_S)) for size, seconds in measured]
+        latency, slope = fitted_line([(1.0, size, seconds) for size, seconds in points])
+        end = max(size for size, _ in points)
+        line = Curve(tuple(sorted({(0, latency), (end, latency + slope * end)})))
+        line_error = _largest_error(line, points)
+        if line_error <= tolerance:
+            return Curve(line.points, line_error, line_error)
+        of_size = defaultdict(list)
+        for size, seconds in points:
+            of_size[size].append(seconds)
+        kept = Curve(tuple([(size, statistics.median(of_size[size])) for size in sorted(of_size)]))
+        return Curve(kept.points, line_error, _largest_error(kept, points))
+
+
+NOTHING = Curve(((0, 0.0),))
+"""The curve of what costs nothing."""
+
+
+def between(points: Points, x: float) -> float:
+    """What is linear between points, and goes on with the last slope, but for less than at the first."""
+    first, last = points[0], points[-1]
+    if x <= first[0] or len(points) == 1:
+        return first[1]
+    after = min(bisect_left(points, (x,)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    value = y1 if x == x1 else y0 + (y1 - y0) / (x1 - x0) * (x - x0)
+    return max(first[1], value) if x > last[0] else value
+
+
+def fitted_line(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The α and β, neither negative, by least squares of the relative errors of ``a α + b β`` against y.
+
+    Args:
+        rows: of a, b and y, which is positive.
+    """
+    aa, ab, bb = (sum(row[i] * row[j] / row[2] ** 2 for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(row[i] / row[2] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        alpha, beta = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta
+    alone = ay / aa if aa else 0.0, by / bb if bb else 0.0
+    errors = [sum(((row[i] * alone[i]) / row[2] - 1) ** 2 for row in rows) for i in (0, 1)]
+    return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
+
+
+def _largest_error(curve: Curve, points: Points) -> float:
+    return max(abs(curve(size) - seconds) / seconds for size, seconds in points)
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
+
+
+def _bad(text: str) -> PlanError:
+    return PlanError(
+        "a curve",
+        got=repr(text),
+        expected="`SIZE: SECONDS, ...; line ERROR, kept ERROR`, with ascending sizes, and no number negative",
+        remedy="Measure again with `roundelay calibrate`.",
+    )
