@@ -1,7 +1,7 @@
 """The library's public API, which the commands use too.
 
-Each function but :func:`calibrate` takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to which it writes the
-trained weights.
+Each function but :func:`calibrate` takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to
+which it writes the trained weights.
 
 Names are loaded when first used: plans can be read and simulated where there is no torch.
 """

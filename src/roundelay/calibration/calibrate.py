@@ -14,10 +14,9 @@ import torch
 from roundelay.calibration.fixed_costs import FixedCosts, fixed_costs
 from roundelay.calibration.measuring import Measurements
 from roundelay.calibration.operators import BURSTS, CALL, operators
-from roundelay.calibration.script import SECONDS, Effort, Script, shape_of
+from roundelay.calibration.script import SECONDS, Effort, Script, check_measurable, shape_of
 from roundelay.cores import threads_each
 from roundelay.errors import UsageError
-from roundelay.ir.transports import TRANSPORTS, transport_named
 from roundelay.launching.forked_call import check_transport
 from roundelay.launching.launch import run
 from roundelay.launching.launched_worker import run_follower
@@ -31,7 +30,6 @@ from roundelay.planner.machine_profile import (
     MessageCosts,
     OperatorCosts,
 )
-from roundelay.planning.check_here import refuse_launched
 from roundelay.planning.machine_profiles import machine_here
 from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.worker import unchanged
@@ -66,9 +64,9 @@ def calibrate(
         UsageError: there cannot be such workers.
         RunError: a worker failed.
     """
-    refuse_launched(transport)
+    script = script_for(workers, transport, threads, Effort(seconds))
     check_transport(transport)
-    return measured(script_for(workers, transport, threads, Effort(seconds)), tell)
+    return measured(script, tell)
 
 
 def script_for(workers: int, transport: str, threads: int | None, effort: Effort) -> Script:
@@ -77,14 +75,7 @@ def script_for(workers: int, transport: str, threads: int | None, effort: Effort
     Raises:
         UsageError: there cannot be such workers.
     """
-    if transport_named(transport).workers == "launched":
-        known = ", ".join(name for name, one in TRANSPORTS.items() if "cpu" in one.devices)
-        raise UsageError(
-            "transport of `roundelay calibrate`",
-            got=transport,
-            expected=f"one of {known}: workers compute on the CPU",
-            remedy="Choose one of these.",
-        )
+    check_measurable(transport)
     for name, value in (("workers", workers), ("threads", threads), ("seconds", effort.seconds)):
         if value is not None and not (math.isfinite(value) and value >= (0 if name == "seconds" else 1)):
             raise UsageError(name, got=str(value), expected="a positive number", remedy=f"Correct {name}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,8 @@ from roundelay.transport.endpoint import Arrived, Endpoint, Lost, Message
 Waiting = Generator[bool, None, Message]
 """What waits as a :data:`~roundelay.runtime.worker.Loop` does, for a message."""
 
-REPEATED_BYTES = 1 << 20
-"""Bytes that a step sends in all, at least; at most :data:`REPEATS` times."""
-
-REPEATS = 16
+REPEATED_BYTES, REPEATS, LEAST = 1 << 22, 16, 3
+"""Bytes that a step sends in all, so often at most and at least."""
 
 OPERATOR_S = 0.005
 """Seconds for which an operator is repeated."""
@@ -110,24 +108,37 @@ class _Worker:
         if PHASES[step.kind][0].join is not None:
             start, end = bounds(shape[0], step.group)[self.worker]
             shape[0] = end - start
-        given, repeats = torch.ones(shape), _repeats(step.size)
-        start_s, cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(repeats):
+        given = torch.ones(shape)
+        for _ in self.timed(number, step, step.group):
             yield from self.exchanged(number, given)
-        self.note_both(number, start_s, cpu_s, repeats, step.group)
 
     def message(self, number: int, step: Step) -> Loop:
         """Send messages there and back between worker 0 and the last one."""
-        value, repeats = torch.ones(step.size // 4), _repeats(step.size)
-        channels = (number, self.script.back(number))
-        start_s, cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(repeats):
+        value, channels = torch.ones(step.size // 4), (number, self.script.back(number))
+        for _ in self.timed(number, step, 2, parts=2):
             if self.worker == 0:
                 self.give(channels[0], value)
             yield from self.taken(channels[self.worker == 0])
             if self.worker != 0:
                 self.give(channels[1], value)
-        self.note_both(number, start_s, cpu_s, 2 * repeats, 2)
+
+    def timed(self, number: int, step: Step, group: int, parts: int = 1) -> Iterator[None]:
+        """Repeat a step, and note the seconds and the CPU seconds of each but the first time.
+
+        Args:
+            number: of the step.
+            step: it.
+            group: workers that take part.
+            parts: into how many parts each time is divided.
+        """
+        yield
+        count = max(LEAST, min(REPEATS, REPEATED_BYTES // step.size))
+        start_s, cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            yield
+        seconds, spent = time.perf_counter() - start_s, time.process_time() - cpu_s
+        here = group if self.script.transport == "memory" else 1  # of the group, in this process
+        self.note(number, seconds / count / parts, spent / count / parts / here)
 
     def exchanged(self, channel: int, given: torch.Tensor) -> Waiting:
         """What comes of an exchange to which this worker gives a tensor."""
@@ -186,18 +197,9 @@ class _Worker:
             run(None, None)  # type: ignore[arg-type]
         return spent / made[0]
 
-    def note_both(self, number: int, start_s: float, cpu_s: float, count: int, group: int) -> None:
-        """Note the seconds and the CPU seconds of each of so many."""
-        here = group if self.script.transport == "memory" else 1  # of the group, in this process
-        self.note(number, (time.perf_counter() - start_s) / count, (time.process_time() - cpu_s) / count / here)
-
     def note(self, number: int, *seconds: float) -> None:
         """Note what a step took."""
         self.rows[number].append(list(seconds))
-
-
-def _repeats(num_bytes: int) -> int:
-    return max(2, min(REPEATS, REPEATED_BYTES // num_bytes))
 
 
 def _copy_s(num_bytes: int) -> float:

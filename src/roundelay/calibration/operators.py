@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from roundelay.calibration.script import Effort
+from roundelay.planning.op_profiler import operation_clock
 
 Made = tuple[Callable[[], torch.Tensor | None], tuple[torch.Tensor, ...]]
 """What to call, and of what gradients are asked; a call that returns nothing has no backward."""
@@ -45,25 +46,27 @@ class Operator:
 
     def seconds(self, for_s: float) -> tuple[float, float]:
         """Medians of the seconds of its forward and of its backward, repeated for so many seconds."""
-        call, inputs = self.make()
-        rows = [_timed(call, inputs)]
+        (call, inputs), now = self.make(), operation_clock()
+        rows = [_timed(call, inputs, now)]
         until_s = time.perf_counter() + for_s
         while time.perf_counter() < until_s:
-            rows.append(_timed(call, inputs))
+            rows.append(_timed(call, inputs, now))
         forward, backward = zip(*rows[len(rows) > 1 :], strict=True)
         return statistics.median(forward), statistics.median(backward)
 
 
-def _timed(call: Callable[[], torch.Tensor | None], inputs: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    start_s = time.perf_counter()
+def _timed(
+    call: Callable[[], torch.Tensor | None], inputs: tuple[torch.Tensor, ...], now: Callable[[], float]
+) -> tuple[float, float]:
+    start_s = now()
     result = call()
-    middle_s = time.perf_counter()
+    forward_s = now() - start_s
     if result is None:
-        return middle_s - start_s, 0.0
+        return forward_s, 0.0
     gradient = torch.ones_like(result)
-    back_s = time.perf_counter()
+    start_s = now()
     torch.autograd.grad(result, inputs, gradient)
-    return middle_s - start_s, time.perf_counter() - back_s
+    return forward_s, now() - start_s
 
 
 def operators(effort: Effort) -> tuple[Operator, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from roundelay.errors import UsageError
 from roundelay.ir.clip import Clip
 from roundelay.ir.exchange import (
     WEIGHT_GRADIENT,
@@ -20,6 +21,7 @@ from roundelay.ir.exchange import (
 )
 from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.program import Channel, ChannelKind, Port, Program
+from roundelay.ir.transports import TRANSPORTS, transport_named
 from roundelay.ir.work import Settings, Work
 from roundelay.planner.machine_profile import SHARED
 
@@ -190,3 +192,20 @@ def _planned(step: Step) -> ExchangePlan:
         shapes=(shape_of(step),),
         unused=(),
     )
+
+
+def check_measurable(transport: str) -> None:
+    """Refuse a transport between devices: the workers that measure compute on the CPU.
+
+    Raises:
+        UsageError: it is one.
+        PlanError: there is no such transport.
+    """
+    if "cpu" not in transport_named(transport).devices:
+        known = ", ".join(name for name, one in TRANSPORTS.items() if "cpu" in one.devices)
+        raise UsageError(
+            "the transport to measure",
+            got=transport,
+            expected=f"one of {known}, between workers on the CPU",
+            remedy="Choose one of these.",
+        )

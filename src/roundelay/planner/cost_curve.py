@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from roundelay.errors import PlanError
 
@@ -72,7 +73,9 @@ class Curve:
 
     @staticmethod
     def fitted(measured: Iterable[tuple[float, float]], tolerance: float = TOLERANCE) -> Curve:
-        """The line of measured points where it is within the tolerance; else the median of each size.
+        """The line of measured points where it is within the tolerance; else a point for each size.
+
+        That is the median of its seconds, or what a larger size took where that is less.
 
         Args:
             measured: sizes and seconds, in any order; a size may come more than once.
@@ -88,7 +91,9 @@ class Curve:
         of_size = defaultdict(list)
         for size, seconds in points:
             of_size[size].append(seconds)
-        kept = Curve(tuple([(size, statistics.median(of_size[size])) for size in sorted(of_size)]))
+        falling = sorted(of_size, reverse=True)
+        least = accumulate((statistics.median(of_size[size]) for size in falling), min)
+        kept = Curve(tuple(sorted(zip(falling, least, strict=True))))
         return Curve(kept.points, line_error, _largest_error(kept, points))
 
 

@@ -1,0 +1,197 @@
+"""A machine is measured by real workers; what is refused; where the profile goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from roundelay.calibration import calibrate, measuring
+from roundelay.calibration.calibrate import measured, script_for
+from roundelay.calibration.fixed_costs import FixedCosts
+from roundelay.calibration.operators import BURSTS, operators
+from roundelay.calibration.script import PHASES, Effort, Script, shape_of
+from roundelay.cli import calibrate_command
+from roundelay.errors import RoundelayError, UserCodeError
+from roundelay.planner.cost_curve import NOTHING
+from roundelay.planner.machine_profile import SHARED, MachineProfile
+from roundelay.planning.machine_profiles import found_profile, keep_profile, machine_here, read_profile
+from roundelay.runtime.shm_allreduce import shared_bytes
+from tests.cli.harness import here, one_screen
+from tests.conftest import nothing_left_behind
+
+TINY = Effort(seconds=0.0, sweeps=2, num_bytes=(256, 64 << 10), width=128, burst_s=0.002)
+COSTS = FixedCosts(instruction_s=1e-5, message_instruction_s=2e-5, segment_s=3e-5, box_s=4e-5)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command measures little."""
+    monkeypatch.setattr(calibrate_command, "Effort", lambda seconds: replace(TINY, seconds=seconds))
+    monkeypatch.setattr(calibrate, "fixed_costs", lambda *_: COSTS)
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+def test_two_workers_measure_all_of_a_profile(transport: str) -> None:
+    told: list[str] = []
+    with nothing_left_behind():
+        profile = measured(script_for(2, transport, 1, TINY), told.append)
+    assert MachineProfile.parse(profile.text()) == profile
+    assert (profile.transport, profile.workers, profile.threads, profile.hosts) == (transport, 2, 1, 1)
+    profile.check_machine(machine_here())
+    kinds = set(PHASES) - (set() if transport == "shm" else {SHARED})
+    assert {(row.kind, row.group) for row in profile.exchanges} == {(kind, 2) for kind in kinds}
+    costs = [profile.messages, *profile.exchanges]
+    assert all(0 < own.cpu(64 << 10) < 1 and 0 < own.seconds(64 << 10) < 1 for own in costs)
+    assert {one.kind for one in profile.operators} == {one.kind for one in operators(TINY)} - {"call"}
+    assert all(0 < one.forward(4096) < 1 for one in profile.operators)
+    assert {one.kind for one in profile.operators if one.backward == NOTHING} == {"adamw", "sgd"}
+    assert profile.operator("matmul").forward(2**31) > 100 * profile.operator("matmul").forward(0)
+    assert profile.together.keys() == BURSTS.keys()
+    assert all(0.2 < times < 20 for times in profile.together.values())
+    assert 0 < profile.instruction_s <= profile.message_instruction_s < 0.1
+    assert 0 < profile.call_s < 1e-3
+    assert 0 < profile.box_s < 0.1
+    assert 0 <= profile.segment_s < 0.1
+    assert 0 < profile.memory.copy(1 << 20) < 1
+    assert len(told) == TINY.sweeps + 1
+
+
+def test_one_worker_measures_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "fixed_costs", lambda *_: COSTS)
+    profile = measured(script_for(1, "memory", 1, TINY))
+    assert profile.exchanges == ()
+    assert profile.messages.seconds == NOTHING
+    assert profile.operators
+
+
+def test_groups_are_powers_of_two_and_all() -> None:
+    script = script_for(6, "shm", 1, TINY)
+    exchanges = [step for step in script.steps if step.what == "exchange"]
+    assert {step.group for step in exchanges} == {2, 4, 6}
+    assert {step.kind for step in exchanges} == set(PHASES)
+    assert {step.group for step in script.steps if step.what == "message"} == {6}
+    works = script.works()
+    members = {number: {w for w in range(6) if number in works[w].exchanges} for number in range(len(script.steps))}
+    for number, step in enumerate(script.steps):
+        assert members[number] == (set(range(step.group)) if step.what == "exchange" else set())
+
+
+def test_only_sums_of_weights_gradients_share_memory() -> None:
+    script = script_for(4, "shm", 1, TINY)
+    shared = shared_bytes(script.works())
+    own = {n: step for n, step in enumerate(script.steps) if step.kind == SHARED}
+    assert shared == {n: (step.group + 1) * step.size for n, step in own.items()}
+
+
+def test_each_worker_has_some_of_what_is_exchanged() -> None:
+    script = script_for(16, "memory", 1, TINY)
+    for step in script.steps:
+        if step.what == "exchange":
+            assert shape_of(step)[0] >= step.group
+
+
+def rows_of(script: Script) -> dict[int, dict[int, list[list[float]]]]:
+    """Worker k takes s (k + 1) seconds, and half of that of its CPU, for step s, but in the first sweep."""
+    return {
+        worker: {
+            n: [[99.0, 99.0], *([[(n + 1) * (worker + 1) * x, (n + 1) * (worker + 1) / 2 * x] for x in (1, 5, 1)])]
+            for n in range(len(script.steps))
+        }
+        for worker in range(script.workers)
+    }
+
+
+def test_a_profile_has_medians_without_the_first_sweep_and_means_of_cpu_seconds() -> None:
+    script = script_for(2, "memory", 1, TINY)
+    profile = calibrate._Results(script, rows_of(script)).profile(COSTS, hosts=3)
+    numbers = {(step.what, step.kind, step.size): n + 1 for n, step in enumerate(script.steps)}
+    assert profile.message_s(256) == pytest.approx(numbers["message", "", 256], rel=1e-3)
+    assert profile.message_cpu_s(256) == pytest.approx(numbers["message", "", 256] * 0.75, rel=1e-3)
+    gather = numbers["exchange", "all-gather", 64 << 10]
+    assert profile.exchange_s(PHASES["all-gather"], 64 << 10, 2) == pytest.approx(gather, rel=0.15)
+    together, alone = numbers["together", "small", 0], numbers["alone", "small", 0]
+    assert profile.together["small"] == pytest.approx(1.5 * together / alone, rel=1e-3)
+    assert (profile.hosts, profile.box_s, profile.segment_s) == (3, 4e-5, 3e-5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "transport", "threads", "seconds", "word"),
+    [
+        (0, "shm", 1, 1.0, "workers"),
+        (2, "shm", 0, 1.0, "threads"),
+        (2, "shm", 1, float("nan"), "seconds"),
+        (2, "shm", 1, -1.0, "seconds"),
+        (2, "nccl", 1, 1.0, "transport"),
+        (2, "pigeon", 1, 1.0, "transport"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    workers: int, transport: str, threads: int, seconds: float, word: str
+) -> None:
+    with pytest.raises(RoundelayError, match=word) as refused:
+        script_for(workers, transport, threads, Effort(seconds))
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
+def test_a_worker_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    def fail(self: Any, number: int, step: Any) -> Any:
+        if self.worker == 1:
+            raise OSError("no more")
+        yield from ()
+
+    monkeypatch.setattr(measuring._Worker, "make", fail)
+    with nothing_left_behind(), pytest.raises(UserCodeError, match="no more"):
+        measured(script_for(2, transport, 1, TINY))
+
+
+def test_the_command_keeps_a_profile_where_planning_finds_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: None
+) -> None:
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path))
+    said = here(capsys, "calibrate", "--workers", 2, "--threads", 1, "--seconds", 0, "--json")
+    assert said.code == 0, said.err
+    found = found_profile("memory", 2, 1)
+    assert found is not None
+    assert said.json["profile"] == json.loads(msgspec.json.encode(found))
+    assert read_profile(Path(said.json["path"])) == found
+    assert found_profile("shm", 2, 1) is found_profile("memory", 3, 1) is found_profile("memory", 2, 2) is None
+    Path(said.json["path"]).write_text(found.text().replace(found.processor, "Another"))
+    assert found_profile("memory", 2, 1) is None
+    monkeypatch.setenv("ROUNDELAY_CACHE", "none")
+    assert keep_profile(found) is None
+
+
+def test_the_command_writes_a_file_or_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: None
+) -> None:
+    monkeypatch.setenv("ROUNDELAY_CACHE", "none")
+    path = tmp_path / "machine.toml"
+    said = here(capsys, "calibrate", "--threads", 1, "--seconds", 0, "-o", path)
+    assert (said.code, said.out) == (0, "")
+    assert "sweep 2" in said.err
+    assert "Wrote" in said.err
+    assert read_profile(path).workers == 2
+    said = here(capsys, "calibrate", "--workers", 1, "--threads", 1, "--seconds", 0)
+    assert MachineProfile.parse(said.out).workers == 1
+    one_screen(
+        here(capsys, "calibrate", "--transport", "nccl"), "the transport to measure", "nccl", "memory, shm, gloo"
+    )
+    one_screen(
+        here(capsys, "calibrate", "--seconds", 0, "--workers", 1, "-o", tmp_path / "no" / "x"), "writing", "no/x"
+    )
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"[project]\n"])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "machine.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RoundelayError, match="profile") as refused:
+        read_profile(path)
+    assert refused.value.exit_code == 2
