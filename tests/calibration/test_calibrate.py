@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import msgspec
 import pytest
 
 from roundelay.calibration import calibrate, measuring
-from roundelay.calibration.calibrate import measured, script_for
+from roundelay.calibration.calibrate import measured, sweep_for
 from roundelay.calibration.fixed_costs import FixedCosts
 from roundelay.calibration.operators import BURSTS, operators
-from roundelay.calibration.script import PHASES, Effort, Script, shape_of
+from roundelay.calibration.sweep import PHASES, Effort, Sweep, shape_of
 from roundelay.cli import calibrate_command
 from roundelay.errors import RoundelayError, UserCodeError
 from roundelay.planner.cost_curve import NOTHING
@@ -39,7 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_workers_measure_all_of_a_profile(transport: str) -> None:
     told: list[str] = []
     with nothing_left_behind():
-        profile = measured(script_for(2, transport, 1, TINY), told.append)
+        profile = measured(sweep_for(2, transport, 1, TINY), told.append)
     assert MachineProfile.parse(profile.text()) == profile
     assert (profile.transport, profile.workers, profile.threads, profile.hosts) == (transport, 2, 1, 1)
     profile.check_machine(machine_here())
@@ -63,53 +64,54 @@ def test_two_workers_measure_all_of_a_profile(transport: str) -> None:
 
 def test_one_worker_measures_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "fixed_costs", lambda *_: COSTS)
-    profile = measured(script_for(1, "memory", 1, TINY))
+    profile = measured(sweep_for(1, "memory", 1, TINY))
     assert profile.exchanges == ()
     assert profile.messages.seconds == NOTHING
     assert profile.operators
 
 
 def test_groups_are_powers_of_two_and_all() -> None:
-    script = script_for(6, "shm", 1, TINY)
-    exchanges = [step for step in script.steps if step.what == "exchange"]
+    sweep = sweep_for(6, "shm", 1, TINY)
+    exchanges = [step for step in sweep.steps if step.what == "exchange"]
     assert {step.group for step in exchanges} == {2, 4, 6}
     assert {step.kind for step in exchanges} == set(PHASES)
-    assert {step.group for step in script.steps if step.what == "message"} == {6}
-    works = script.works()
-    members = {number: {w for w in range(6) if number in works[w].exchanges} for number in range(len(script.steps))}
-    for number, step in enumerate(script.steps):
+    assert {step.group for step in sweep.steps if step.what == "message"} == {6}
+    works = sweep.works()
+    members = {number: {w for w in range(6) if number in works[w].exchanges} for number in range(len(sweep.steps))}
+    for number, step in enumerate(sweep.steps):
         assert members[number] == (set(range(step.group)) if step.what == "exchange" else set())
 
 
 def test_only_sums_of_weights_gradients_share_memory() -> None:
-    script = script_for(4, "shm", 1, TINY)
-    shared = shared_bytes(script.works())
-    own = {n: step for n, step in enumerate(script.steps) if step.kind == SHARED}
+    sweep = sweep_for(4, "shm", 1, TINY)
+    shared = shared_bytes(sweep.works())
+    own = {n: step for n, step in enumerate(sweep.steps) if step.kind == SHARED}
     assert shared == {n: (step.group + 1) * step.size for n, step in own.items()}
 
 
 def test_each_worker_has_some_of_what_is_exchanged() -> None:
-    script = script_for(16, "memory", 1, TINY)
-    for step in script.steps:
+    sweep = sweep_for(16, "memory", 1, TINY)
+    for step in sweep.steps:
         if step.what == "exchange":
             assert shape_of(step)[0] >= step.group
+            assert 4 * math.prod(shape_of(step)) == step.size
 
 
-def rows_of(script: Script) -> dict[int, dict[int, list[list[float]]]]:
+def rows_of(sweep: Sweep) -> dict[int, dict[int, list[list[float]]]]:
     """Worker k takes s (k + 1) seconds, and half of that of its CPU, for step s, but in the first sweep."""
     return {
         worker: {
             n: [[99.0, 99.0], *([[(n + 1) * (worker + 1) * x, (n + 1) * (worker + 1) / 2 * x] for x in (1, 5, 1)])]
-            for n in range(len(script.steps))
+            for n in range(len(sweep.steps))
         }
-        for worker in range(script.workers)
+        for worker in range(sweep.workers)
     }
 
 
 def test_a_profile_has_medians_without_the_first_sweep_and_means_of_cpu_seconds() -> None:
-    script = script_for(2, "memory", 1, TINY)
-    profile = calibrate._Results(script, rows_of(script)).profile(COSTS, hosts=3)
-    numbers = {(step.what, step.kind, step.size): n + 1 for n, step in enumerate(script.steps)}
+    sweep = sweep_for(2, "memory", 1, TINY)
+    profile = calibrate._Results(sweep, rows_of(sweep)).profile(COSTS, hosts=3)
+    numbers = {(step.what, step.kind, step.size): n + 1 for n, step in enumerate(sweep.steps)}
     assert profile.message_s(256) == pytest.approx(numbers["message", "", 256], rel=1e-3)
     assert profile.message_cpu_s(256) == pytest.approx(numbers["message", "", 256] * 0.75, rel=1e-3)
     gather = numbers["exchange", "all-gather", 64 << 10]
@@ -134,7 +136,7 @@ def test_what_cannot_be_measured_is_refused(
     workers: int, transport: str, threads: int, seconds: float, word: str
 ) -> None:
     with pytest.raises(RoundelayError, match=word) as refused:
-        script_for(workers, transport, threads, Effort(seconds))
+        sweep_for(workers, transport, threads, Effort(seconds))
     assert refused.value.exit_code == 2
 
 
@@ -147,7 +149,7 @@ def test_a_worker_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch, transport
 
     monkeypatch.setattr(measuring._Worker, "make", fail)
     with nothing_left_behind(), pytest.raises(UserCodeError, match="no more"):
-        measured(script_for(2, transport, 1, TINY))
+        measured(sweep_for(2, transport, 1, TINY))
 
 
 def test_the_command_keeps_a_profile_where_planning_finds_it(

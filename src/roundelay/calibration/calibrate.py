@@ -14,7 +14,7 @@ import torch
 from roundelay.calibration.fixed_costs import FixedCosts, fixed_costs
 from roundelay.calibration.measuring import Measurements
 from roundelay.calibration.operators import BURSTS, CALL, operators
-from roundelay.calibration.script import SECONDS, Effort, Script, check_measurable, shape_of
+from roundelay.calibration.sweep import SECONDS, Effort, Sweep, check_measurable, shape_of
 from roundelay.cores import threads_each
 from roundelay.errors import UsageError
 from roundelay.launching.forked_call import check_transport
@@ -31,6 +31,7 @@ from roundelay.planner.machine_profile import (
     OperatorCosts,
 )
 from roundelay.planning.machine_profiles import machine_here
+from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.worker import unchanged
 
@@ -64,12 +65,12 @@ def calibrate(
         UsageError: there cannot be such workers.
         RunError: a worker failed.
     """
-    script = script_for(workers, transport, threads, Effort(seconds))
+    sweep = sweep_for(workers, transport, threads, Effort(seconds))
     check_transport(transport)
-    return measured(script, tell)
+    return measured(sweep, tell)
 
 
-def script_for(workers: int, transport: str, threads: int | None, effort: Effort) -> Script:
+def sweep_for(workers: int, transport: str, threads: int | None, effort: Effort) -> Sweep:
     """What is measured with such workers.
 
     Raises:
@@ -80,16 +81,16 @@ def script_for(workers: int, transport: str, threads: int | None, effort: Effort
         if value is not None and not (math.isfinite(value) and value >= (0 if name == "seconds" else 1)):
             raise UsageError(name, got=str(value), expected="a positive number", remedy=f"Correct {name}.")
     each = threads_each(workers, torch.get_num_threads) if threads is None else threads
-    return Script(workers, transport, each, effort, len(operators(effort)), tuple(BURSTS))
+    return Sweep(workers, transport, each, effort, len(operators(effort)), tuple(BURSTS))
 
 
 def measured(
-    script: Script, tell: Tell = lambda line: None, process_group: ProcessGroup | None = None, hosts: int = 1
+    sweep: Sweep, tell: Tell = lambda line: None, process_group: ProcessGroup | None = None, hosts: int = 1
 ) -> MachineProfile:
-    """Measure all that a script says, and what a run's own steps cost.
+    """Measure all that a sweep has, and what a run's own steps cost.
 
     Args:
-        script: what to measure.
+        sweep: what to measure.
         tell: called with a line after each sweep.
         process_group: the launcher's processes, if one has started this process; this one leads them.
         hosts: on so many hosts.
@@ -102,48 +103,50 @@ def measured(
         elif report.kind == "progress":
             tell(f"sweep {report.data['sweeps']}, after {report.data['seconds']:.1f} s")
 
-    run(Measurements(works=script.works(), script=script), take, None, process_group)
+    with deterministic(False, threads=sweep.threads):
+        run(Measurements(works=sweep.works(), sweep=sweep), take, None, process_group)
     tell("instructions, segments and boxes")
-    costs = fixed_costs(script.transport, script.workers, script.threads)
-    return _Results(script, rows).profile(costs, hosts)
+    costs = fixed_costs(sweep.transport, sweep.workers, sweep.threads)
+    return _Results(sweep, rows).profile(costs, hosts)
 
 
-def follow(script: Script, process_group: ProcessGroup) -> int:
+def follow(sweep: Sweep, process_group: ProcessGroup) -> int:
     """Measure as one of a launcher's processes that another leads; returns the exit code.
 
     Raises:
         WorkerLostError: the leader is lost.
     """
-    return run_follower(Measurements(works=script.works(), script=script), process_group, unchanged)
+    with deterministic(False, threads=sweep.threads):
+        return run_follower(Measurements(works=sweep.works(), sweep=sweep), process_group, unchanged)
 
 
 @dataclass(frozen=True, slots=True)
 class _Results:
     """What was measured: for each worker its rows."""
 
-    script: Script
+    sweep: Sweep
     rows: Mapping[int, Rows]
 
     def profile(self, costs: FixedCosts, hosts: int) -> MachineProfile:
         """The profile that follows from it."""
-        script = self.script
+        sweep = self.sweep
         own = self._operators()
         call = next(one for one in own if one.kind == CALL)
-        copies = [(s.size, self._median(n)) for n, s in enumerate(script.steps) if s.what == "copy"]
+        copies = [(s.size, self._median(n)) for n, s in enumerate(sweep.steps) if s.what == "copy"]
         return MachineProfile(
             format=FORMAT,
             made=datetime.now(UTC).isoformat(timespec="seconds"),
             **machine_here(),
             hosts=hosts,
-            transport=script.transport,
-            workers=script.workers,
-            threads=script.threads,
+            transport=sweep.transport,
+            workers=sweep.workers,
+            threads=sweep.threads,
             call_s=call.forward(0),
             instruction_s=_rounded(costs.instruction_s),
             message_instruction_s=_rounded(costs.message_instruction_s),
             segment_s=_rounded(costs.segment_s),
             box_s=_rounded(costs.box_s),
-            together={kind: self._together(kind) for kind in script.classes},
+            together={kind: self._together(kind) for kind in sweep.classes},
             messages=self._messages(),
             exchanges=tuple(self._exchanges()),
             operators=tuple([one for one in own if one is not call]),
@@ -157,29 +160,29 @@ class _Results:
         )
 
     def _numbers(self, what: str, kind: str = "", group: int | None = None) -> list[int]:
-        steps = enumerate(self.script.steps)
+        steps = enumerate(self.sweep.steps)
         return [n for n, s in steps if s.what == what and s.kind == kind and group in (None, s.group)]
 
     def _messages(self) -> MessageCosts:
-        numbers, ends = self._numbers("message"), (0, self.script.workers - 1)
+        numbers, ends = self._numbers("message"), (0, self.sweep.workers - 1)
         if not numbers:
             return MessageCosts(seconds=NOTHING, cpu=NOTHING)
-        sizes = [self.script.steps[number].size for number in numbers]
+        sizes = [self.sweep.steps[number].size for number in numbers]
         seconds = zip(sizes, [self._median(number) for number in numbers], strict=True)
         cpu = zip(sizes, [self._median(number, 1, ends) for number in numbers], strict=True)
         return MessageCosts(seconds=_curve(seconds), cpu=_curve(cpu))
 
     def _exchanges(self) -> Iterable[ExchangeCosts]:
-        for kind, group in dict.fromkeys((s.kind, s.group) for s in self.script.steps if s.what == "exchange"):
+        for kind, group in dict.fromkeys((s.kind, s.group) for s in self.sweep.steps if s.what == "exchange"):
             numbers = self._numbers("exchange", kind, group)
-            sizes = [4 * math.prod(shape_of(self.script.steps[number])) for number in numbers]
+            sizes = [4 * math.prod(shape_of(self.sweep.steps[number])) for number in numbers]
             seconds = zip(sizes, [self._median(number) for number in numbers], strict=True)
             cpu = zip(sizes, [self._median(number, 1, range(group)) for number in numbers], strict=True)
             yield ExchangeCosts(kind=kind, group=group, seconds=_curve(seconds), cpu=_curve(cpu))
 
     def _operators(self) -> list[OperatorCosts]:
-        every = [(self.script.steps[n].size, n) for n in self._numbers("operator")]
-        known = operators(self.script.effort)
+        every = [(self.sweep.steps[n].size, n) for n in self._numbers("operator")]
+        known = operators(self.sweep.effort)
         found = []
         for kind, unit in dict.fromkeys((one.kind, one.unit) for one in known):
             numbers = [(known[i].size, number) for i, number in every if known[i].kind == kind]
@@ -191,7 +194,7 @@ class _Results:
 
     def _together(self, kind: str) -> float:
         (alone,), (together,) = self._numbers("alone", kind), self._numbers("together", kind)
-        return _rounded(self._median(together, 0, range(self.script.workers)) / self._median(alone))
+        return _rounded(self._median(together, 0, range(self.sweep.workers)) / self._median(alone))
 
 
 def _curve(measured: Iterable[tuple[float, float]]) -> Curve:

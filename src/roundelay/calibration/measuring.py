@@ -1,16 +1,16 @@
-"""A worker that measures: it makes the steps of a script on its own end of the transport, sweep after sweep."""
+"""A worker that measures: it makes the steps of a sweep on its own end of the transport, sweep after sweep."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from roundelay.calibration.operators import BURSTS, operators
-from roundelay.calibration.script import PHASES, Script, Step, shape_of
+from roundelay.calibration.sweep import PHASES, Step, Sweep, shape_of
 from roundelay.errors import WorkerLostError
 from roundelay.ir.sbp import bounds
 from roundelay.runtime.device import Device
@@ -32,13 +32,13 @@ OPERATOR_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements(Workload):
-    """Measures the steps of a script; each worker's last report has, by step, rows of seconds, one for each sweep.
+    """Measures the steps of a sweep; each worker's last report has, by step, rows of seconds, one for each sweep.
 
     Args:
-        script: the steps.
+        sweep: the steps.
     """
 
-    script: Script
+    sweep: Sweep
 
     def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
         """Make all steps until there is no time left."""
@@ -47,33 +47,29 @@ class Measurements(Workload):
 
 class _Worker:
     def __init__(self, task: Measurements, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
-        self.script, self.worker, self.endpoint, self.report, self.device = (
-            task.script,
-            worker,
-            endpoint,
-            report,
-            device,
-        )
+        self.worker, self.endpoint, self.report, self.device = worker, endpoint, report, device
+        self.sweep = task.sweep
         self.work = own = task.works[worker]
         self.links = {
             c.id: open_link(c, worker, endpoint, own.exchanges.get(c.id), self.deliver, lambda *_: None)
             for c in own.program.channels
         }
         self.inbox: dict[tuple[int, int], Message] = {}
-        self.given: defaultdict[int, int] = defaultdict(int)
-        self.operators = operators(self.script.effort)
+        self.given: Counter[int] = Counter()  # messages, by channel
+        self.came: Counter[int] = Counter()
+        self.operators = operators(self.sweep.effort)
         self.rows: defaultdict[int, list[list[float]]] = defaultdict(list)
 
     def run(self) -> Loop:
         use_threads(self.work.threads)
         began, sweeps, over = time.perf_counter(), 0, False
         while not over:
-            for number, step in enumerate(self.script.steps):
+            for number, step in enumerate(self.sweep.steps):
                 yield from self.in_step(0.0)
                 yield from self.make(number, step)
             sweeps += 1
             spent = time.perf_counter() - began
-            enough = sweeps >= self.script.effort.sweeps and spent >= self.script.effort.seconds
+            enough = sweeps >= self.sweep.effort.sweeps and spent >= self.sweep.effort.seconds
             if self.worker == 0:
                 self.report(Report("progress", 0, {"sweeps": sweeps, "seconds": spent}))
             over = (yield from self.in_step(float(enough and self.worker == 0))) > 0
@@ -93,13 +89,13 @@ class _Worker:
             elif step.what == "copy":
                 self.note(number, _copy_s(step.size))
             elif step.what in ("alone", "together"):
-                self.note(number, self.burst(BURSTS[step.kind](self.script.effort)))
+                self.note(number, self.burst(BURSTS[step.kind](self.sweep.effort)))
 
     def in_step(self, value: float) -> Generator[bool, None, float]:
         """Wait for all workers; returns the largest value that one of them has given."""
-        if self.script.workers == 1:
+        if self.sweep.workers == 1:
             return value
-        result = yield from self.exchanged(self.script.in_step, torch.tensor([value] * self.script.workers))
+        result = yield from self.exchanged(self.sweep.in_step, torch.tensor([value] * self.sweep.workers))
         return float(result.values[0][0])  # type: ignore[index]
 
     def exchange(self, number: int, step: Step) -> Loop:
@@ -114,7 +110,7 @@ class _Worker:
 
     def message(self, number: int, step: Step) -> Loop:
         """Send messages there and back between worker 0 and the last one."""
-        value, channels = torch.ones(step.size // 4), (number, self.script.back(number))
+        value, channels = torch.ones(step.size // 4), (number, self.sweep.back(number))
         for _ in self.timed(number, step, 2, parts=2):
             if self.worker == 0:
                 self.give(channels[0], value)
@@ -137,7 +133,7 @@ class _Worker:
         for _ in range(count):
             yield
         seconds, spent = time.perf_counter() - start_s, time.process_time() - cpu_s
-        here = group if self.script.transport == "memory" else 1  # of the group, in this process
+        here = group if self.sweep.transport == "memory" else 1  # of the group, in this process
         self.note(number, seconds / count / parts, spent / count / parts / here)
 
     def exchanged(self, channel: int, given: torch.Tensor) -> Waiting:
@@ -152,8 +148,8 @@ class _Worker:
 
     def taken(self, channel: int) -> Waiting:
         """Wait for the next message of a channel."""
-        number = self.given[-1 - channel]
-        self.given[-1 - channel] += 1
+        number = self.came[channel]
+        self.came[channel] += 1
         while (channel, number) not in self.inbox:
             yield False
             self.receive()
@@ -193,7 +189,7 @@ class _Worker:
         run = self.device.instrumented({"forward": handler})["forward"]
         run(None, None)  # type: ignore[arg-type]
         made[0], start_s = 0, time.perf_counter()
-        while (spent := time.perf_counter() - start_s) < self.script.effort.burst_s:
+        while (spent := time.perf_counter() - start_s) < self.sweep.effort.burst_s:
             run(None, None)  # type: ignore[arg-type]
         return spent / made[0]
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from roundelay.calibration.script import Effort
+from roundelay.calibration.sweep import Effort
 from roundelay.planning.op_profiler import operation_clock
 
 Made = tuple[Callable[[], torch.Tensor | None], tuple[torch.Tensor, ...]]

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from roundelay import env
-from roundelay.calibration.script import SECONDS, check_measurable
+from roundelay.calibration.sweep import SECONDS, check_measurable
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
 from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from roundelay.calibration.calibrate import follow, measured, script_for
-from roundelay.calibration.script import Effort
+from roundelay.calibration.calibrate import follow, measured, sweep_for
+from roundelay.calibration.sweep import Effort
 from roundelay.cli.screen import announce, show_json, stderr
 from roundelay.cli.text_file import write_text
 from roundelay.env import launched
@@ -32,14 +32,14 @@ def calibrate_command(
         as_json: print it as JSON.
     """
     transport, size = choices.transport or "memory", 2 if process_group is None else process_group.size
-    script = script_for(choices.workers or size, transport, choices.threads, Effort(seconds))
+    sweep = sweep_for(choices.workers or size, transport, choices.threads, Effort(seconds))
     if process_group is not None and not process_group.leads:
-        return follow(script, process_group)
+        return follow(sweep, process_group)
     if process_group is None:
         check_transport(transport)
     place = launched()
     hosts = 1 if place is None else place.nodes
-    profile = measured(script, lambda line: announce(f"Measured: {line}.", as_json), process_group, hosts)
+    profile = measured(sweep, lambda line: announce(f"Measured: {line}.", as_json), process_group, hosts)
     _write(profile, output, as_json=as_json)
     return 0
 

@@ -37,7 +37,7 @@ PHASES: Mapping[str, tuple[Phase, ...]] = {
 """By kind, how holders exchange."""
 
 _ROWS = 8
-"""Size of the first dimension of what is exchanged."""
+"""The first dimension of what is exchanged has a multiple of this size."""
 
 _ELEMENT = 4
 """Bytes of an element."""
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Script:
+class Sweep:
     """The steps of one sweep, which all workers make in turn.
 
     Args:
@@ -176,8 +176,9 @@ class Script:
 
 def shape_of(step: Step) -> tuple[int, ...]:
     """The shape of the whole tensor that a step exchanges: flat, or rows of which each worker has some."""
-    count = max(step.size // _ELEMENT, _ROWS * step.group)
-    return (count,) if len(PHASES[step.kind]) > 1 else (_ROWS * math.ceil(step.group / _ROWS), count // _ROWS)
+    rows = _ROWS * math.ceil(step.group / _ROWS)
+    count = max(step.size // _ELEMENT, rows)
+    return (count,) if len(PHASES[step.kind]) > 1 else (rows, count // rows)
 
 
 def _planned(step: Step) -> ExchangePlan:
