@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,39 @@ import msgspec
 import pytest
 
 from roundelay.calibration import calibrate, measuring
-from roundelay.calibration.calibrate import measured, sweep_for
-from roundelay.calibration.fixed_costs import FixedCosts
-from roundelay.calibration.operators import BURSTS, operators
-from roundelay.calibration.sweep import PHASES, Effort, Sweep, shape_of
+from roundelay.calibration.calibrate import measured, profile_of, sweep_with
+from roundelay.calibration.sweep import BURSTS, PHASES, Sweep
 from roundelay.cli import calibrate_command
 from roundelay.errors import RoundelayError, UserCodeError
-from roundelay.planner.cost_curve import NOTHING
-from roundelay.planner.machine_profile import SHARED, MachineProfile
+from roundelay.planner.machine_profile import MESSAGE, SHARED, MachineProfile
 from roundelay.planning.machine_profiles import found_profile, keep_profile, machine_here, read_profile
 from roundelay.runtime.shm_allreduce import shared_bytes
 from tests.cli.harness import here, one_screen
 from tests.conftest import nothing_left_behind
 
-TINY = Effort(seconds=0.0, sweeps=2, num_bytes=(256, 64 << 10), width=128, burst_s=0.002)
-COSTS = FixedCosts(instruction_s=1e-5, message_instruction_s=2e-5, segment_s=3e-5, box_s=4e-5)
+COSTS = {"instruction_s": 1e-5, "message_instruction_s": 2e-5, "segment_s": 3e-5, "box_s": 4e-5}
+CLASSES = {
+    "matmul",
+    "matmul-thin",
+    "attention",
+    "elementwise",
+    "transcendental",
+    "normalization",
+    "softmax",
+    "embedding",
+}
+STEPS = {"adamw", "sgd", "copy"}
+
+
+def tiny(workers: int, transport: str) -> Sweep:
+    """Little to measure."""
+    return Sweep(workers, transport, 1, 0.0, least=2, num_bytes=(256, 64 << 10), width=128, burst_s=0.002)
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command measures little."""
-    monkeypatch.setattr(calibrate_command, "Effort", lambda seconds: replace(TINY, seconds=seconds))
+    monkeypatch.setattr(calibrate_command, "sweep_with", lambda workers, transport, *_: tiny(workers, transport))
     monkeypatch.setattr(calibrate, "fixed_costs", lambda *_: COSTS)
 
 
@@ -40,83 +51,82 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_workers_measure_all_of_a_profile(transport: str) -> None:
     told: list[str] = []
     with nothing_left_behind():
-        profile = measured(sweep_for(2, transport, 1, TINY), told.append)
+        profile = measured(tiny(2, transport), told.append)
     assert MachineProfile.parse(profile.text()) == profile
     assert (profile.transport, profile.workers, profile.threads, profile.hosts) == (transport, 2, 1, 1)
     profile.check_machine(machine_here())
-    kinds = set(PHASES) - (set() if transport == "shm" else {SHARED})
-    assert {(row.kind, row.group) for row in profile.exchanges} == {(kind, 2) for kind in kinds}
-    costs = [profile.messages, *profile.exchanges]
-    assert all(0 < own.cpu(64 << 10) < 1 and 0 < own.seconds(64 << 10) < 1 for own in costs)
-    assert {one.kind for one in profile.operators} == {one.kind for one in operators(TINY)} - {"call"}
-    assert all(0 < one.forward(4096) < 1 for one in profile.operators)
-    assert {one.kind for one in profile.operators if one.backward == NOTHING} == {"adamw", "sgd"}
-    assert profile.operator("matmul").forward(2**31) > 100 * profile.operator("matmul").forward(0)
+    kinds = {MESSAGE, *PHASES} - (set() if transport == "shm" else {SHARED})
+    assert {(row.kind, row.group) for row in profile.links} == {(kind, 2) for kind in kinds}
+    assert all(0 < row.cpu(64 << 10) < 1 and 0 < row.seconds(64 << 10) < 1 for row in profile.links)
+    backs = {f"{kind}-backward" for kind in {*CLASSES, "call"}}
+    assert {one.kind for one in profile.operators} == {*CLASSES, *STEPS, "call", *backs}
+    assert all(0 < one.seconds(4096) < 1 for one in profile.operators)
+    assert profile.operator_s("matmul", 2**31) > 100 * profile.operator_s("matmul", 0)
     assert profile.together.keys() == BURSTS.keys()
     assert all(0.2 < times < 20 for times in profile.together.values())
     assert 0 < profile.instruction_s <= profile.message_instruction_s < 0.1
-    assert 0 < profile.call_s < 1e-3
     assert 0 < profile.box_s < 0.1
     assert 0 <= profile.segment_s < 0.1
-    assert 0 < profile.memory.copy(1 << 20) < 1
-    assert len(told) == TINY.sweeps + 1
+    assert len(told) == 3
 
 
 def test_one_worker_measures_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "fixed_costs", lambda *_: COSTS)
-    profile = measured(sweep_for(1, "memory", 1, TINY))
-    assert profile.exchanges == ()
-    assert profile.messages.seconds == NOTHING
+    profile = measured(tiny(1, "memory"))
+    assert profile.links == ()
     assert profile.operators
 
 
 def test_groups_are_powers_of_two_and_all() -> None:
-    sweep = sweep_for(6, "shm", 1, TINY)
-    exchanges = [step for step in sweep.steps if step.what == "exchange"]
-    assert {step.group for step in exchanges} == {2, 4, 6}
-    assert {step.kind for step in exchanges} == set(PHASES)
-    assert {step.group for step in sweep.steps if step.what == "message"} == {6}
+    sweep = tiny(6, "shm")
+    links = [step for step in sweep.steps if step.what == "link"]
+    assert {step.group for step in links if step.kind != MESSAGE} == {2, 4, 6}
+    assert {step.kind for step in links} == {MESSAGE, *PHASES}
+    assert {sweep.members(step) for step in links if step.kind == MESSAGE} == {(0, 5)}
     works = sweep.works()
-    members = {number: {w for w in range(6) if number in works[w].exchanges} for number in range(len(sweep.steps))}
     for number, step in enumerate(sweep.steps):
-        assert members[number] == (set(range(step.group)) if step.what == "exchange" else set())
+        members = {worker for worker in range(6) if number in works[worker].exchanges}
+        assert members == (set(range(step.group)) if step.what == "link" and step.kind != MESSAGE else set())
 
 
 def test_only_sums_of_weights_gradients_share_memory() -> None:
-    sweep = sweep_for(4, "shm", 1, TINY)
-    shared = shared_bytes(sweep.works())
+    sweep = tiny(4, "shm")
     own = {n: step for n, step in enumerate(sweep.steps) if step.kind == SHARED}
-    assert shared == {n: (step.group + 1) * step.size for n, step in own.items()}
+    assert shared_bytes(sweep.works()) == {n: (step.group + 1) * step.size for n, step in own.items()}
 
 
 def test_each_worker_has_some_of_what_is_exchanged() -> None:
-    sweep = sweep_for(16, "memory", 1, TINY)
-    for step in sweep.steps:
-        if step.what == "exchange":
-            assert shape_of(step)[0] >= step.group
-            assert 4 * math.prod(shape_of(step)) == step.size
+    for step in tiny(16, "memory").steps:
+        if step.what == "link" and step.kind != MESSAGE:
+            assert step.shape[0] >= step.group
+            assert 4 * math.prod(step.shape) == step.size
 
 
-def rows_of(sweep: Sweep) -> dict[int, dict[int, list[list[float]]]]:
-    """Worker k takes s (k + 1) seconds, and half of that of its CPU, for step s, but in the first sweep."""
+def rows_of(sweep: Sweep) -> dict[int, dict[str, list[list[float]]]]:
+    """Worker k takes s (k + 1) seconds for step s, and half of that in the second column, but in the first sweep."""
+
+    def row(seconds: float) -> list[float]:
+        return [seconds, seconds / 2]
+
+    steps = range(len(sweep.steps))
     return {
-        worker: {
-            n: [[99.0, 99.0], *([[(n + 1) * (worker + 1) * x, (n + 1) * (worker + 1) / 2 * x] for x in (1, 5, 1)])]
-            for n in range(len(sweep.steps))
-        }
+        worker: {str(n): [row(99.0), *(row((n + 1) * (worker + 1) * times) for times in (1, 5, 1))] for n in steps}
         for worker in range(sweep.workers)
     }
 
 
-def test_a_profile_has_medians_without_the_first_sweep_and_means_of_cpu_seconds() -> None:
-    sweep = sweep_for(2, "memory", 1, TINY)
-    profile = calibrate._Results(sweep, rows_of(sweep)).profile(COSTS, hosts=3)
+def test_a_profile_has_means_of_workers_medians_without_the_first_sweep() -> None:
+    sweep = tiny(2, "memory")
+    profile = profile_of(sweep, rows_of(sweep), COSTS, hosts=3)
     numbers = {(step.what, step.kind, step.size): n + 1 for n, step in enumerate(sweep.steps)}
-    assert profile.message_s(256) == pytest.approx(numbers["message", "", 256], rel=1e-3)
-    assert profile.message_cpu_s(256) == pytest.approx(numbers["message", "", 256] * 0.75, rel=1e-3)
-    gather = numbers["exchange", "all-gather", 64 << 10]
-    assert profile.exchange_s(PHASES["all-gather"], 64 << 10, 2) == pytest.approx(gather, rel=0.15)
-    together, alone = numbers["together", "small", 0], numbers["alone", "small", 0]
+    message = numbers["link", MESSAGE, 256]
+    assert profile.message_s(256) == pytest.approx(message * 1.5, rel=1e-3)
+    assert profile.message_cpu_s(256) == pytest.approx(message * 0.75, rel=1e-3)
+    gather = numbers["link", "all-gather", 64 << 10]
+    assert profile.exchange_s(PHASES["all-gather"], 64 << 10, 2) == pytest.approx(gather * 1.5, rel=1e-3)
+    assert profile.operator_s("call", 64) == pytest.approx(numbers["operator", "call", 64], rel=1e-3)
+    assert profile.operator_s("call-backward", 64) == pytest.approx(numbers["operator", "call", 64] / 2, rel=1e-3)
+    together, alone = numbers["together", "small", 64], numbers["alone", "small", 64]
     assert profile.together["small"] == pytest.approx(1.5 * together / alone, rel=1e-3)
     assert (profile.hosts, profile.box_s, profile.segment_s) == (3, 4e-5, 3e-5)
 
@@ -124,19 +134,20 @@ def test_a_profile_has_medians_without_the_first_sweep_and_means_of_cpu_seconds(
 @pytest.mark.parametrize(
     ("workers", "transport", "threads", "seconds", "word"),
     [
-        (0, "shm", 1, 1.0, "workers"),
-        (2, "shm", 0, 1.0, "threads"),
-        (2, "shm", 1, float("nan"), "seconds"),
-        (2, "shm", 1, -1.0, "seconds"),
-        (2, "nccl", 1, 1.0, "transport"),
-        (2, "pigeon", 1, 1.0, "transport"),
+        (0, "shm", 1, 1.0, "workers 0"),
+        (2, "shm", 0, 1.0, "threads 0"),
+        (2, "shm", 1, float("nan"), "seconds nan"),
+        (2, "shm", 1, float("inf"), "seconds inf"),
+        (2, "shm", 1, -1.0, "seconds -1"),
+        (2, "nccl", 1, 1.0, "transport nccl"),
+        (2, "pigeon", 1, 1.0, "pigeon"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
     workers: int, transport: str, threads: int, seconds: float, word: str
 ) -> None:
     with pytest.raises(RoundelayError, match=word) as refused:
-        sweep_for(workers, transport, threads, Effort(seconds))
+        sweep_with(workers, transport, threads, seconds)
     assert refused.value.exit_code == 2
 
 
@@ -149,11 +160,11 @@ def test_a_worker_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch, transport
 
     monkeypatch.setattr(measuring._Worker, "make", fail)
     with nothing_left_behind(), pytest.raises(UserCodeError, match="no more"):
-        measured(sweep_for(2, transport, 1, TINY))
+        measured(tiny(2, transport))
 
 
 def test_the_command_keeps_a_profile_where_planning_finds_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: None
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, little: None
 ) -> None:
     monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path))
     said = here(capsys, "calibrate", "--workers", 2, "--threads", 1, "--seconds", 0, "--json")
@@ -170,7 +181,7 @@ def test_the_command_keeps_a_profile_where_planning_finds_it(
 
 
 def test_the_command_writes_a_file_or_stdout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: None
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, little: None
 ) -> None:
     monkeypatch.setenv("ROUNDELAY_CACHE", "none")
     path = tmp_path / "machine.toml"
@@ -181,9 +192,7 @@ def test_the_command_writes_a_file_or_stdout(
     assert read_profile(path).workers == 2
     said = here(capsys, "calibrate", "--workers", 1, "--threads", 1, "--seconds", 0)
     assert MachineProfile.parse(said.out).workers == 1
-    one_screen(
-        here(capsys, "calibrate", "--transport", "nccl"), "the transport to measure", "nccl", "memory, shm, gloo"
-    )
+    one_screen(here(capsys, "calibrate", "--transport", "nccl"), "nccl", "launcher")
     one_screen(
         here(capsys, "calibrate", "--seconds", 0, "--workers", 1, "-o", tmp_path / "no" / "x"), "writing", "no/x"
     )

@@ -117,7 +117,13 @@ def test_launched_processes_measure_a_profile_that_one_of_them_writes(workplace:
     assert out.count("Wrote machine.toml") == 1, "one of them leads"
     profile = MachineProfile.parse((workplace / "machine.toml").read_text())
     assert (profile.transport, profile.workers, profile.hosts) == ("gloo", 2, 1)
-    assert {row.kind for row in profile.exchanges} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+    assert {row.kind for row in profile.links} == {
+        "message",
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
 
 
 def same_end(one: Path, other: Path) -> None:

@@ -1,13 +1,13 @@
 """Curves: exact at their points, monotone where these are, one line where one suffices."""
 
+import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.errors import PlanError
-from roundelay.planner.cost_curve import NOTHING, TOLERANCE, Curve, fitted_line
+from roundelay.planner.cost_curve import TOLERANCE, Curve, fitted_line
 
 SIZES = st.integers(0, 10**9)
 SECONDS = st.floats(1e-9, 1e3)
@@ -20,12 +20,6 @@ RISING = st.dictionaries(SIZES, SECONDS, min_size=2, max_size=8).map(
 @given(POINTS)
 def test_a_curve_is_exact_at_its_points(points):
     assert [Curve(points)(size) for size, _ in points] == [seconds for _, seconds in points]
-
-
-@given(POINTS, st.floats(0, 1), st.floats(0, 1))
-def test_a_curve_prints_as_what_is_parsed(points, line_error, error):
-    curve = Curve(points, line_error, error)
-    assert Curve.parse(str(curve)) == curve
 
 
 @given(RISING, st.lists(st.floats(0, 2e9), min_size=2, max_size=10))
@@ -79,17 +73,24 @@ def test_no_line_has_a_negative_latency_or_slope():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("points", "errors"),
     [
-        *("", "1: 2", "1: 2, 1: 3; line 0, kept 0", "2: 1, 1: 3; line 0, kept 0", "1: nan; line 0, kept 0"),
-        *("1: -1; line 0, kept 0", "1: inf; line 0, kept 0", "1: x; line 0, kept 0", "1; line 0, kept 0"),
-        "1: 2; line -1, kept 0",
+        ((), (0, 0)),
+        (((1, 2.0), (1, 3.0)), (0, 0)),
+        (((2, 1.0), (1, 3.0)), (0, 0)),
+        (((1, math.nan),), (0, 0)),
+        (((1, math.inf),), (0, 0)),
+        (((1, -1.0),), (0, 0)),
+        (((-1, 1.0),), (0, 0)),
+        (((1, 2.0),), (-1, 0)),
+        (((1, 2.0),), (0, math.nan)),
     ],
 )
-def test_what_is_no_curve_is_refused(text):
-    with pytest.raises(PlanError, match="a curve"):
-        Curve.parse(text)
+def test_what_is_no_curve_is_refused(points, errors):
+    with pytest.raises(ValueError, match="a curve"):
+        Curve(points, *errors)
 
 
-def test_nothing_costs_nothing():
-    assert NOTHING(10**9) == 0.0
+def test_noise_makes_no_size_dearer_than_a_larger_one():
+    curve = Curve.fitted([(100, 5e-4), (1_000, 2e-4), (10_000, 3e-4), (1_000_000, 2e-3)])
+    assert curve.points == ((100, 2e-4), (1_000, 2e-4), (10_000, 3e-4), (1_000_000, 2e-3))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -24,73 +23,58 @@ UPDATES, WARM_UP = 40, 10
 Events = Sequence[ExecutedInstruction]
 
 
-@dataclass(frozen=True, slots=True)
-class FixedCosts:
-    """See :class:`roundelay.planner.machine_profile.MachineProfile`.
+def fixed_costs(transport: str, workers: int, threads: int) -> dict[str, float]:
+    """Seconds by name, as :class:`roundelay.planner.machine_profile.MachineProfile` has them.
 
-    Args:
-        instruction_s: seconds between instructions.
-        message_instruction_s: the same after one that gives a message.
-        segment_s: seconds of a segment.
-        box_s: seconds of a box and its unbox.
+    Trained is with one worker, and with two where there are as many.
     """
-
-    instruction_s: float
-    message_instruction_s: float
-    segment_s: float
-    box_s: float
-
-
-def fixed_costs(transport: str, workers: int, threads: int) -> FixedCosts:
-    """Measure them with one worker, and with two where there are as many."""
-    own = Choices(workers=1, threads=threads, transport=transport, devices="cpu")
-    whole = _events(own)[0]
+    own = Choices(threads=threads, transport=transport, devices="cpu", cuts="equal")
     names = [op.name for op in capture(_job()).graph.ops]
-    in_segments = _events(own.over(Choices(cuts=[names])))[0]
-    segment_s = (_pass_s(in_segments) - _pass_s(whole)) / (len(names) - 1)
-    instruction_s = _between(whole, giving=False)
-    if workers == 1:
-        return FixedCosts(instruction_s, instruction_s, max(0.0, segment_s), 0.0)
-    piped = _events(Choices(workers=2, micro_batches=8, rule="gpipe", cuts="equal").over(own))[0]
-    split = _events(Choices(tensor_parallel=2).over(own))[0]
-    return FixedCosts(
-        instruction_s,
-        max(instruction_s, _between(piped, giving=True)),
-        max(0.0, segment_s),
-        _median(split, ["box"]) + _median(split, ["unbox"]),
-    )
+    whole, cut_up = (_events(Choices(workers=1, cuts=cuts).over(own)) for cuts in ("equal", [names]))
+    segment_s = (_pass_s(cut_up) - _pass_s(whole)) / (len(names) - 1)
+    instruction_s = message_s = _between(whole, giving=False)
+    box_s = 0.0
+    if workers > 1:
+        piped = _events(Choices(workers=2, micro_batches=8, rule="gpipe").over(own))
+        split = _events(Choices(workers=1, tensor_parallel=2).over(own))
+        message_s = max(message_s, _between(piped, giving=True))
+        box_s = _median(split, "box") + _median(split, "unbox")
+    return {
+        "instruction_s": instruction_s,
+        "message_instruction_s": message_s,
+        "segment_s": max(0.0, segment_s),
+        "box_s": box_s,
+    }
 
 
 def _job() -> Job:
     with torch.random.fork_rng(devices=[]):
         layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(LAYERS)]
-    batches = [(torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH))] * UPDATES
     return Job(
         model=torch.nn.Sequential(*layers),
         loss=lambda outputs, batch: torch.nn.functional.mse_loss(outputs, batch[1]),
-        batches=batches,
+        batches=[(torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH))] * UPDATES,
         optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
     )
 
 
-def _events(choices: Choices) -> dict[int, Events]:
-    """What each worker has executed in a training, without the first batches."""
+def _events(choices: Choices) -> Events:
+    """What worker 0 has executed in a training, without the first batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         job = _job()
         captured = capture(job)
         plan = plan_with_reasons(job, choices, captured=captured).plan
         trained = Session(job, captured, plan, 0, Length(steps=UPDATES)).run(gathers="nothing")
-    return {worker: [one for one in events if one.batch >= WARM_UP] for worker, events in trained.events.items()}
+    return [one for one in trained.events[0] if one.batch >= WARM_UP]
 
 
-def _median(events: Events, opcodes: Iterable[str]) -> float:
-    return statistics.median(one.end_s - one.start_s for one in events if one.opcode in opcodes)
+def _median(events: Events, opcode: str) -> float:
+    return statistics.median(one.end_s - one.start_s for one in events if one.opcode == opcode)
 
 
 def _pass_s(events: Events) -> float:
-    """Seconds of a forward and a backward."""
-    return _median(events, ["forward"]) + _median(events, ["backward"])
+    return _median(events, "forward") + _median(events, "backward")
 
 
 def _between(events: Events, *, giving: bool) -> float:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from roundelay.errors import UsageError
+from roundelay.calibration import SECONDS
+from roundelay.calibration.operators import CALL, Operator, operators
 from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import (
+from roundelay.ir.exchange import (  # fmt: skip
     WEIGHT_GRADIENT,
     ExchangePlan,
     Phase,
@@ -20,12 +21,9 @@ from roundelay.ir.exchange import (
     reduce_scatter,
 )
 from roundelay.ir.loss_scale import LossScale
-from roundelay.ir.program import Channel, ChannelKind, Port, Program
-from roundelay.ir.transports import TRANSPORTS, transport_named
+from roundelay.ir.program import Channel, Port, Program
 from roundelay.ir.work import Settings, Work
-from roundelay.planner.machine_profile import SHARED
-
-What = Literal["message", "exchange", "operator", "alone", "together", "copy"]
+from roundelay.planner.machine_profile import MESSAGE, SHARED
 
 PHASES: Mapping[str, tuple[Phase, ...]] = {
     "all-reduce": all_reduce(),
@@ -36,36 +34,11 @@ PHASES: Mapping[str, tuple[Phase, ...]] = {
 }
 """By kind, how holders exchange."""
 
-_ROWS = 8
-"""The first dimension of what is exchanged has a multiple of this size."""
-
-_ELEMENT = 4
-"""Bytes of an element."""
+BURSTS = {"matmul": ("matmul", 1 << 28), "elementwise": ("elementwise", 1 << 24), "small": (CALL, 64)}
+"""What workers compute at once: a class of operators, and its largest size."""
 
 DEADLINE_S = 120.0
 """Seconds that a worker may take for one step."""
-
-SECONDS = 20.0
-"""Seconds after which no further sweep over all steps begins, if nothing else is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is measured.
-
-    Args:
-        seconds: after which no further sweep over all steps begins.
-        sweeps: the fewest sweeps, the first of which warms up.
-        num_bytes: of messages, exchanges and what operators read and write.
-        width: the largest width of a matrix product.
-        burst_s: seconds for which workers compute at once.
-    """
-
-    seconds: float
-    sweeps: int = 4
-    num_bytes: tuple[int, ...] = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-    width: int = 1024
-    burst_s: float = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,64 +46,73 @@ class Step:
     """One thing to measure.
 
     Args:
-        what: a message there and back, an exchange, an operator, a class of operators on one worker alone or on all
-            together, or a copy.
-        kind: which exchange or class of operators.
-        size: bytes, or the number of the operator.
-        group: workers that take part, from 0 on; of a message the last of them, and worker 0.
+        what: a message there and back, or an exchange; an operator; one on worker 0 alone, or on all at once.
+        kind: of link, of operator, or of what is computed at once.
+        size: bytes, or in the operator's unit.
+        group: workers that take part in a link: the first ones; of messages worker 0 and the last.
+        operator: what is computed.
     """
 
-    what: What
-    kind: str = ""
-    size: int = 0
+    what: Literal["link", "operator", "alone", "together"]
+    kind: str
+    size: int
     group: int = 1
+    operator: Operator | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor that is exchanged: flat, or rows of which each worker has as many."""
+        rows = 8 * math.ceil(self.group / 8)
+        return (self.size // 4,) if len(PHASES[self.kind]) > 1 else (rows, max(1, self.size // 4 // rows))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The steps of one sweep, which all workers make in turn.
+    """One pass through all steps, which all workers make together.
 
     Args:
         workers: how many there are.
         transport: how their messages travel.
         threads: intra-op threads of each.
-        effort: how much to measure.
-        operators: how many operators there are.
-        classes: of operators, to be measured together.
+        seconds: after which no further sweep begins.
+        least: the fewest sweeps, the first of which warms up.
+        num_bytes: of messages, exchanges, and what operators read and write.
+        width: the largest of a matrix.
+        burst_s: seconds for which workers compute at once.
     """
 
     workers: int
     transport: str
     threads: int
-    effort: Effort
-    operators: int
-    classes: tuple[str, ...]
+    seconds: float = SECONDS
+    least: int = 4
+    num_bytes: tuple[int, ...] = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    width: int = 1024
+    burst_s: float = 0.03
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """In order."""
-        return (
-            *self._links(),
-            *(Step("operator", size=number) for number in range(self.operators)),
-            *(Step("copy", size=size) for size in self.effort.num_bytes),
-            *(Step(*pair) for kind in self.classes for pair in (("alone", kind), ("together", kind))),
-        )
+        own = operators(self.num_bytes, self.width)
+        steps = [*self._links(), *(Step("operator", one.kind, one.size, operator=one) for one in own)]
+        for name, (kind, most) in BURSTS.items():
+            one = max((one for one in own if one.kind == kind and one.size <= most), key=lambda one: one.size)
+            steps += [Step("alone", name, one.size, operator=one), Step("together", name, one.size, operator=one)]
+        return tuple(steps)
 
     def _links(self) -> Iterator[Step]:
-        if self.workers == 1:
-            return
-        powers = [2**power for power in range(1, self.workers.bit_length())]
-        groups = sorted({*powers, self.workers})
-        for size in self.effort.num_bytes:
-            yield Step("message", size=size, group=self.workers)
+        groups = sorted({*(2**power for power in range(1, self.workers.bit_length())), self.workers} - {1})
+        for size in self.num_bytes if groups else ():
+            yield Step("link", MESSAGE, size, 2)
             for kind in PHASES:
                 if kind != SHARED or self.transport == "shm":
-                    yield from (Step("exchange", kind, size, group) for group in groups)
+                    yield from (Step("link", kind, size, group) for group in groups)
 
-    @property
-    def in_step(self) -> int:
-        """The channel of the exchange by which all begin a step together."""
-        return len(self.steps)
+    def members(self, step: Step) -> tuple[int, ...]:
+        """The workers that take part in a step."""
+        if step.what == "link":
+            return (0, self.workers - 1) if step.kind == MESSAGE else tuple(range(step.group))
+        return tuple(range(self.workers)) if step.what == "together" else (0,)
 
     def works(self) -> tuple[Work, ...]:
         """What each worker is sent: channels, and no instruction."""
@@ -152,33 +134,25 @@ class Sweep:
 
     def _work(self, worker: int, settings: Settings) -> Work:
         own = tuple([c for c in self._channels() if c.filled_by(worker) or c.read_by(worker)])
+        planned = {c.id: _planned(self.steps[c.id]) for c in own if c.phases and c.id < len(self.steps)}
         program = Program(worker, self.workers, 1, "run", 0, 0, 0, own, ())
-        planned = {c.id: _planned(self.steps[c.id]) for c in own if c.phases and c.id != self.in_step}
         return Work(program=program, threads=self.threads, settings=settings, stages=(), exchanges=planned)
 
     def _channels(self) -> Iterator[Channel]:
-        everyone = tuple([Port(worker, 0) for worker in range(self.workers)])
+        """A channel with each step's number; after these one by which all wait for each other, and those back."""
         for number, step in enumerate(self.steps):
-            if step.what == "exchange":
-                kind: ChannelKind = "weight-gradient" if step.kind == SHARED else "boxed"
-                group = everyone[: step.group]
-                yield Channel(number, kind, group, group, 1, PHASES[step.kind])
-            elif step.what == "message":
-                there, back = everyone[:1], everyone[-1:]
-                yield Channel(number, "forward", there, back, 1)
-                yield Channel(self.back(number), "gradient", back, there, 1)
-        yield Channel(self.in_step, "boxed", everyone, everyone, 1, all_reduce(op="max"))
+            ports = tuple([Port(worker, 0) for worker in self.members(step)])
+            if step.kind == MESSAGE:
+                yield Channel(number, "forward", ports[:1], ports[1:], 1)
+                yield Channel(self.back(number), "gradient", ports[1:], ports[:1], 1)
+            elif step.what == "link":
+                yield Channel(number, "boxed", ports, ports, 1, PHASES[step.kind])
+        everyone = tuple([Port(worker, 0) for worker in range(self.workers)])
+        yield Channel(len(self.steps), "boxed", everyone, everyone, 1, all_reduce(op="max"))
 
     def back(self, number: int) -> int:
-        """The channel on which the messages of a step come back."""
+        """The channel on which a step's messages come back."""
         return len(self.steps) + 1 + number
-
-
-def shape_of(step: Step) -> tuple[int, ...]:
-    """The shape of the whole tensor that a step exchanges: flat, or rows of which each worker has some."""
-    rows = _ROWS * math.ceil(step.group / _ROWS)
-    count = max(step.size // _ELEMENT, rows)
-    return (count,) if len(PHASES[step.kind]) > 1 else (rows, count // rows)
 
 
 def _planned(step: Step) -> ExchangePlan:
@@ -190,23 +164,6 @@ def _planned(step: Step) -> ExchangePlan:
         segment=0,
         phases=PHASES[step.kind],
         dtypes=("float32",),
-        shapes=(shape_of(step),),
+        shapes=(step.shape,),
         unused=(),
     )
-
-
-def check_measurable(transport: str) -> None:
-    """Refuse a transport between devices: the workers that measure compute on the CPU.
-
-    Raises:
-        UsageError: it is one.
-        PlanError: there is no such transport.
-    """
-    if "cpu" not in transport_named(transport).devices:
-        known = ", ".join(name for name, one in TRANSPORTS.items() if "cpu" in one.devices)
-        raise UsageError(
-            "the transport to measure",
-            got=transport,
-            expected=f"one of {known}, between workers on the CPU",
-            remedy="Choose one of these.",
-        )

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from roundelay import env
-from roundelay.calibration.sweep import SECONDS, check_measurable
+from roundelay.calibration import SECONDS
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
 from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run
@@ -171,8 +171,6 @@ def calibrate(
     as_json: o.Json = False,
 ) -> int:
     """Measure this machine for planning: messages, exchanges, instructions, operators."""
-    if transport is not None:
-        check_measurable(transport)
     command = load("cli.calibrate_command")
     choices = Choices(workers=workers, transport=transport, threads=threads, devices="cpu")
     process_group, choices = load("cli.launched_choices").joined(choices, 0)

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from roundelay.calibration.calibrate import follow, measured, sweep_for
-from roundelay.calibration.sweep import Effort
+from roundelay.calibration.calibrate import follow, measured, sweep_with
 from roundelay.cli.screen import announce, show_json, stderr
 from roundelay.cli.text_file import write_text
 from roundelay.env import launched
-from roundelay.launching.forked_call import check_transport
 from roundelay.launching.rendezvous import ProcessGroup
-from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.machine_profiles import keep_profile
 
@@ -31,20 +28,13 @@ def calibrate_command(
         process_group: the launcher's processes, if one has started this process.
         as_json: print it as JSON.
     """
-    transport, size = choices.transport or "memory", 2 if process_group is None else process_group.size
-    sweep = sweep_for(choices.workers or size, transport, choices.threads, Effort(seconds))
+    default = 2 if process_group is None else process_group.size
+    sweep = sweep_with(choices.workers or default, choices.transport or "memory", choices.threads, seconds)
     if process_group is not None and not process_group.leads:
         return follow(sweep, process_group)
-    if process_group is None:
-        check_transport(transport)
     place = launched()
     hosts = 1 if place is None else place.nodes
     profile = measured(sweep, lambda line: announce(f"Measured: {line}.", as_json), process_group, hosts)
-    _write(profile, output, as_json=as_json)
-    return 0
-
-
-def _write(profile: MachineProfile, output: Path | None, *, as_json: bool) -> None:
     path = keep_profile(profile) if output is None else output
     if output is not None:
         write_text(output, profile.text())
@@ -54,3 +44,4 @@ def _write(profile: MachineProfile, output: Path | None, *, as_json: bool) -> No
         sys.stdout.write(profile.text())
     else:
         stderr.print(f"Wrote {path}.", markup=False, soft_wrap=True)
+    return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
@@ -11,22 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from roundelay.errors import PlanError
-
 TOLERANCE = 0.15
 """Largest relative error with which one line stands for what was measured."""
 
 Points = Sequence[tuple[float, float]]
 """Sizes and seconds, in the order of the sizes."""
 
-_TEXT = re.compile(r"(?P<points>[^;]+); line (?P<line>\S+), kept (?P<kept>\S+)")
 _LEAST_S = 1e-12
-"""Seconds below which relative errors mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size, linear between points; it prints as ``0: 1e-05, 1048576: 0.0003; line 0.4, kept 0.02``.
+    """Seconds by size, linear between points.
 
     Beyond its end it goes on with the last slope, but for less than at its first point, which holds before it too.
 
@@ -34,6 +29,9 @@ class Curve:
         points: sizes (bytes or FLOPs) and seconds, in the order of the sizes.
         line_error: largest relative error of the best single line against what was measured.
         error: that of this curve.
+
+    Raises:
+        ValueError: there are no points or sizes do not ascend, or a number is negative or not finite.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -44,32 +42,11 @@ class Curve:
         sizes = [size for size, _ in self.points]
         numbers = [*sizes, *(seconds for _, seconds in self.points), self.line_error, self.error]
         if not sizes or sizes != sorted(set(sizes)) or not all(0 <= number < math.inf for number in numbers):
-            raise _bad(str(self))
+            raise ValueError("a curve whose sizes do not ascend, or with a number that is negative or not finite")
 
     def __call__(self, size: float) -> float:
         """Seconds of this size."""
         return between(self.points, size)
-
-    def __str__(self) -> str:
-        points = ", ".join(f"{size!r}: {seconds!r}" for size, seconds in self.points)
-        return f"{points}; line {self.line_error!r}, kept {self.error!r}"
-
-    @staticmethod
-    def parse(text: str) -> Curve:
-        """The curve that prints as ``text``.
-
-        Raises:
-            PlanError: there is none.
-        """
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise _bad(text)
-        try:
-            pairs = [point.split(": ") for point in match["points"].split(", ")]
-            points = tuple([(_number(size), float(seconds)) for size, seconds in pairs])
-            return Curve(points, float(match["line"]), float(match["kept"]))
-        except ValueError as error:
-            raise _bad(text) from error
 
     @staticmethod
     def fitted(measured: Iterable[tuple[float, float]], tolerance: float = TOLERANCE) -> Curve:
@@ -97,10 +74,6 @@ class Curve:
         return Curve(kept.points, line_error, _largest_error(kept, points))
 
 
-NOTHING = Curve(((0, 0.0),))
-"""The curve of what costs nothing."""
-
-
 def between(points: Points, x: float) -> float:
     """What is linear between points, and goes on with the last slope, but for less than at the first."""
     first, last = points[0], points[-1]
@@ -125,23 +98,9 @@ def fitted_line(rows: Sequence[tuple[float, float, float]]) -> tuple[float, floa
         alpha, beta = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
         if alpha >= 0 and beta >= 0:
             return alpha, beta
-    alone = ay / aa if aa else 0.0, by / bb if bb else 0.0
-    errors = [sum(((row[i] * alone[i]) / row[2] - 1) ** 2 for row in rows) for i in (0, 1)]
-    return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
+    alone = (ay / aa if aa else 0.0, 0.0), (0.0, by / bb if bb else 0.0)
+    return min(alone, key=lambda pair: sum(((a * pair[0] + b * pair[1]) / y - 1) ** 2 for a, b, y in rows))
 
 
 def _largest_error(curve: Curve, points: Points) -> float:
     return max(abs(curve(size) - seconds) / seconds for size, seconds in points)
-
-
-def _number(text: str) -> float:
-    return int(text) if text.isdecimal() else float(text)
-
-
-def _bad(text: str) -> PlanError:
-    return PlanError(
-        "a curve",
-        got=repr(text),
-        expected="`SIZE: SECONDS, ...; line ERROR, kept ERROR`, with ascending sizes, and no number negative",
-        remedy="Measure again with `roundelay calibrate`.",
-    )

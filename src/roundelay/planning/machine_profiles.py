@@ -12,7 +12,7 @@ from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.env import cache_folder, malloc_settings
 from roundelay.errors import PlanError, RunError
 from roundelay.observe.profile_cache import machine, place
-from roundelay.planner.machine_profile import REMEDY, MachineProfile
+from roundelay.planner.machine_profile import MachineProfile, bad_profile
 
 
 def machine_here() -> dict[str, Any]:
@@ -27,19 +27,18 @@ def read_profile(path: Path) -> MachineProfile:
         PlanError: it cannot be read, is no profile, or is of another machine.
     """
     try:
-        profile = MachineProfile.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"machine profile {path}", got=str(error), expected="one as `roundelay calibrate` writes it", remedy=REMEDY
-        ) from error
+        raise bad_profile(f" {path}", str(error), "one that `roundelay calibrate` has written") from error
+    profile = MachineProfile.parse(text)
     profile.check_machine(machine_here())
     return profile
 
 
 def found_profile(transport: str, workers: int, threads: int, hosts: int = 1) -> MachineProfile | None:
     """The profile that :func:`keep_profile` has kept for such workers on this machine; None if none is valid."""
-    path = _place(transport, workers, threads, hosts)
     with suppress(PlanError):
+        path = _place(transport, workers, threads, hosts)
         return None if path is None else read_profile(path)
     return None
 
@@ -47,19 +46,16 @@ def found_profile(transport: str, workers: int, threads: int, hosts: int = 1) ->
 def keep_profile(profile: MachineProfile) -> Path | None:
     """Keep a profile for :func:`found_profile`; returns where, or None if it cannot be kept."""
     path = _place(profile.transport, profile.workers, profile.threads, profile.hosts)
-    if path is None:
-        return None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_file(path) as file:
-            file.write(profile.text())
-    except (OSError, RunError):
-        return None
-    return path
+    with suppress(OSError, RunError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing_file(path) as file:
+                file.write(profile.text())
+            return path
+    return None
 
 
 def _place(transport: str, workers: int, threads: int, hosts: int) -> Path | None:
-    folder = cache_folder()
-    workers_here = {"transport": transport, "workers": workers, "threads": threads, "hosts": hosts}
-    key = {**machine_here(), **workers_here, "malloc": malloc_settings()}
+    folder, workers_here = cache_folder(), [transport, workers, threads, hosts]
+    key = {**machine_here(), "workers": workers_here, "malloc": malloc_settings()}
     return None if folder is None else place(folder, key).with_suffix(".toml")
