@@ -88,7 +88,7 @@ class Sweep:
     least: int = 4
     num_bytes: tuple[int, ...] = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
     width: int = 1024
-    burst_s: float = 0.03
+    burst_s: float = 0.05
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
