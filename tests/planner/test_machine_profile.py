@@ -137,6 +137,7 @@ def test_exchanges_are_priced_by_kind_size_and_group():
 
 def test_groups_that_were_not_measured_lie_between_those_that_were_by_the_logarithm():
     two, four = (PROFILE.exchange_s(all_reduce(), 0, group) for group in (2, 4))
+    assert (two, four) == pytest.approx((2e-4, 6e-4))
     assert PROFILE.exchange_s(all_reduce(), 0, 3) == pytest.approx(two + (four - two) * 0.5849625007)
     assert PROFILE.exchange_s(all_gather(), 0, 3) == PROFILE.exchange_s(all_gather(), 0, 4)
 
