@@ -11,7 +11,7 @@ from typing import Literal
 from roundelay.calibration import SECONDS
 from roundelay.calibration.operators import CALL, Operator, operators
 from roundelay.ir.clip import Clip
-from roundelay.ir.exchange import (  # fmt: skip
+from roundelay.ir.exchange import (
     WEIGHT_GRADIENT,
     ExchangePlan,
     Phase,
