@@ -1,8 +1,8 @@
 """Do predictions rank real plans? Plans of one rule, number of micro-batches and workers, drawn by a seed, are run.
 
 For each job: plans on two workers over shared memory, pipelines with other cuts, replicas with ZeRO 0 to 3, a mesh,
-each also with recomputation. Predicted beside measured seconds of a batch, the rank correlation (Spearman) of the two,
-and the regret: the measured time of the plan that is predicted to be the fastest, over that of the fastest. A profile of
+each also with recomputation. Told are predicted and measured seconds of a batch, the rank correlation (Spearman) of the
+two, and the regret: what the plan takes that is predicted to be the fastest, over what the fastest takes. A profile of
 the machine, if there is one, was made before, and not from these jobs.
 
     .venv/bin/python -m benchmarks.planner.ranking [--plans 30] [--seed 1] [--seconds 2] [--jobs gpt mlp] [--out FILE]

@@ -23,7 +23,7 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.mesh import REPLICAS, SHARDS, Mesh
 from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
-from roundelay.ir.typed_text import Count, Number, Parsers, convert
+from roundelay.ir.typed_text import Count, Number, Parsers, convert, toml_line
 
 FORMAT = 10
 
@@ -321,13 +321,13 @@ class Plan:
         parts: dict[str, tuple[Any, ...]] = {name: getattr(self, name) for name in _TABLES}
         signatures = {name: getattr(self, name) for name in ("parameters", "outputs", "states")}
         apart = {*parts, *(name for name, given in signatures.items() if given)}
-        lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
+        lines += [toml_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
         for title, given in signatures.items():
             if given:
-                lines += ["", f"[{title}]", *(_line(_quoted(name), pairs) for name, pairs in given.items())]
+                lines += ["", f"[{title}]", *(toml_line(_quoted(name), pairs) for name, pairs in given.items())]
         for title, rows in parts.items():
             for row in rows:
-                lines += ["", f"[[{title}]]", *(_line(f.name, getattr(row, f.name)) for f in fields(row))]
+                lines += ["", f"[[{title}]]", *(toml_line(f.name, getattr(row, f.name)) for f in fields(row))]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -389,17 +389,6 @@ def _rows(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 _TABLES: dict[str, type] = {"workers": WorkerPlan, "stages": StagePlan, "edges": EdgePlan, "exchanges": ExchangePlan}
-
-
-def _line(name: str, value: Any) -> str:
-    """A field as a line of TOML; lists and tables stay on one line, and what TOML does not know is its text."""
-    if isinstance(value, dict):
-        inside = [_line(tomli_w.dumps({key: 0}).rpartition(" = ")[0], item) for key, item in value.items()]
-        return f"{name} = {{ {', '.join(inside)} }}" if inside else f"{name} = {{}}"
-    if isinstance(value, tuple):
-        return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
-    value = value if isinstance(value, str | int | float) else str(value)
-    return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)
 
 
 def _quoted(text: str) -> str:
