@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
@@ -170,13 +171,37 @@ class ExchangePlan:
         """
         if not self.phases:  # each but the last sends a partial sum, and each but one the total
             return [self.num_bytes * (position + 1 < holders), self.num_bytes * (position + 2 != holders)]
-        each = [
-            [size * count for count in elements_sent(self.phases, shape, holders, position)]
-            for size, shape in zip(map(itemsize, self.dtypes), self.shapes, strict=True)
-        ]
-        return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(self.phases)
+        return _bytes_sent(self.phases, self.dtypes, self.shapes, holders, position)
 
 
+@lru_cache(maxsize=4096)
+def most_sent(
+    phases: tuple[Phase, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], holders: int
+) -> tuple[int, ...]:
+    """Bytes that the holder which sends most sends in each phase.
+
+    Args:
+        phases: of the exchange.
+        dtypes: of the tensors that are exchanged together.
+        shapes: of each of them.
+        holders: how many take part.
+    """
+    each = [_bytes_sent(phases, dtypes, shapes, holders, position) for position in range(holders)]
+    return tuple(map(max, zip(*each, strict=True)))
+
+
+def _bytes_sent(
+    phases: Sequence[Phase], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], holders: int, position: int
+) -> list[int]:
+    """Bytes that one holder sends in each phase."""
+    each = [
+        [size * count for count in elements_sent(phases, shape, holders, position)]
+        for size, shape in zip(map(itemsize, dtypes), shapes, strict=True)
+    ]
+    return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(phases)
+
+
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of an element, from torch's name of a dtype: its bits are in it."""
     bits = re.search(r"\d+", dtype)

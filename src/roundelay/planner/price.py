@@ -10,9 +10,8 @@ from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import StageSpec
-from roundelay.lower.emit import emit
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.lower.reading import Reading, read
+from roundelay.lower.reading import Reading
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
@@ -23,7 +22,7 @@ from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
-from roundelay.simulator import simulate
+from roundelay.simulator import makespan_s
 
 BATCHES = 4
 """Batches over which plans are simulated, to be compared."""
@@ -88,8 +87,7 @@ def _check_devices(plan: Plan) -> None:
 
 def batch_s(plan: Plan) -> float:
     """Seconds of a batch, by the simulator."""
-    simulated = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
-    return simulated.makespan_s / BATCHES
+    return makespan_s(plan, stream([plan.micro_batches] * BATCHES)) / BATCHES
 
 
 class _Seconds:

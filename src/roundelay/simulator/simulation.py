@@ -15,12 +15,13 @@ from functools import partial
 from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
+from roundelay.ir.exchange import ExchangePlan, most_sent
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import OPCODES, Channel, Program
-from roundelay.lower.channels import exchanges_of
+from roundelay.ir.program import OPCODES, Instruction, Program
+from roundelay.lower.channels import exchange_numbers
 from roundelay.lower.priced_bytes import message_bytes
-from roundelay.lower.reading import read
+from roundelay.lower.reading import Reading, read
 from roundelay.simulator.held_by_stage import peaks
 from roundelay.simulator.simulation_result import Interval, Simulation, WorkerReport
 
@@ -28,12 +29,17 @@ Vary = Callable[[int, Run, float], float]
 """From a worker, an instruction and its predicted seconds to the seconds that it takes."""
 
 
+def unvaried(worker: int, run: Run, seconds: float) -> float:
+    """The predicted seconds."""
+    return seconds
+
+
 def simulate(
     plan: Plan,
     programs: Sequence[Program],
     micro_batches: Sequence[MicroBatch],
     in_flight: Sequence[Mapping[int, int]] | None = None,
-    vary: Vary = lambda worker, run, seconds: seconds,
+    vary: Vary = unvaried,
 ) -> Simulation:
     """Run ``programs`` on a virtual clock.
 
@@ -50,44 +56,62 @@ def simulate(
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
-    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
+    clock = Clock(plan, read(plan), programs, micro_batches, in_flight or [None] * len(programs), vary)
     clock.run()
     return clock.report()
 
 
-class _Clock:
-    """The virtual clock: a heap of (time, order, worker, event)."""
+class Clock:
+    """The virtual clock: a heap of (time, order, worker, event).
+
+    Args:
+        plan: that has the times.
+        structure: of the plan that has the holders of the programs.
+        programs: one per worker.
+        micro_batches: headers of the micro-batches to run.
+        in_flight: as :func:`simulate`.
+        vary: as :func:`simulate`.
+    """
 
     def __init__(
         self,
         plan: Plan,
+        structure: Reading,
         programs: Sequence[Program],
         micro_batches: Sequence[MicroBatch],
         in_flight: Sequence[Mapping[int, int] | None],
-        vary: Vary,
+        vary: Vary = unvaried,
     ) -> None:
         self.plan, self.vary = plan, vary
         every = {header.g: header for header in micro_batches}
         self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
         first = micro_batches[0]
-        self.machines = [
-            Machine(program, first.g, first.batch, redone) for program, redone in zip(programs, in_flight, strict=True)
-        ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
-        self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
-        self.bytes = message_bytes(read(plan))
-        self.exchange_s = _exchange_seconds(plan, self.channels)
+        found = {c.id: c for program in programs for c in program.channels}
+        self.channels = {number: found[number] for number in sorted(found)}
+        ordered = list(self.channels.values())
+        self.bytes = message_bytes(structure, ordered)
+        sizes = plan.grid.sizes
+        each = [exchange_s(plan, exchange, sizes[exchange.axis]) for exchange in plan.exchanges]
+        self.exchange_s = {number: each[i] for number, i in exchange_numbers(structure, ordered).items()}
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
+        self.machines = [
+            Machine(self.prepared(program), first.g, first.batch, redone)
+            for program, redone in zip(programs, in_flight, strict=True)
+        ]
         self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.num_pushed = 0
-        self.intervals: list[Interval] = []
-        self.events: list[list[str]] = [[] for _ in programs]
+        self.ended: list[tuple[int, Run, int, float, float]] = []  # worker, batch, start and end of each
         self.link_free = dict.fromkeys(self.channels, 0.0)
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
+
+    def prepared(self, program: Program) -> Program:
+        """The program that a machine runs."""
+        return program
 
     def run(self) -> None:
         """Run until every machine has halted."""
@@ -114,34 +138,32 @@ class _Clock:
                 remedy="Raise `slots` of the edges that are waited for.",
             )
 
-    def push(self, delay: float, worker: int, event: Callable[[], None]) -> None:
-        """Schedule an event of ``worker``, ``delay`` seconds from now."""
+    def push(self, at: float, worker: int, event: Callable[[], None]) -> None:
+        """Schedule an event of ``worker``."""
         self.num_pushed += 1
-        heapq.heappush(self.heap, (self.now + delay, self.num_pushed, worker, event))
+        heapq.heappush(self.heap, (at, self.num_pushed, worker, event))
 
     def fire(self, worker: int) -> None:
         """Start the next instruction of the worker if it can run now, and schedule its end."""
         run = self.machines[worker].fire()
         if run is None:
             return
-        loads = run.instruction.opcode in ("read", "deal") and not run.takes
-        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
         for channel, _ in run.gives:
             self.count(channel, self.consumer(channel, worker, run.g), 1)
-        self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
-        self.push(seconds, worker, partial(self.finish, worker, run, self.now))
+        self.begin(worker, run)
+
+    def begin(self, worker: int, run: Run) -> None:
+        """Schedule the end of an instruction that starts now."""
+        loads = run.instruction.opcode in ("read", "deal") and not run.takes
+        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
+        self.push(self.now + seconds, worker, partial(self.finish, worker, run, self.now))
 
     def finish(self, worker: int, run: Run, start_s: float) -> None:
         """End an instruction: send its messages and grants; those within the worker arrive at once."""
-        header, line = self.header(worker, run), run.instruction
-        entry = run.header.entry if run.header is not None else 0
-        weights = run.version, run.reads, run.keep, run.distance, entry
-        what = line.of, line.continues, line.takes, line.gives
-        self.intervals.append(
-            Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, self.now, header.batch, *what)
-        )
+        header = self.header(worker, run)
+        self.ended.append((worker, run, header.batch, start_s, self.now))
         self.machines[worker].finish(header if run.instruction.opcode in ("read", "deal") else None)
         for number, _ in run.gives:
             if self.channels[number].phases:
@@ -153,7 +175,7 @@ class _Clock:
             channel = self.channels[number]
             producer = worker if channel.phases else channel.refilled_by(run.g).worker
             grant_s = 0.0 if producer == worker else self.plan.latency_s
-            self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
+            self.push(self.now + grant_s, producer, partial(self.machines[producer].grant, number, worker))
 
     def header(self, worker: int, run: Run) -> MicroBatch:
         """The header that goes with an instruction's messages; those of a stage's state tell its updates."""
@@ -166,7 +188,7 @@ class _Clock:
         """Let a message arrive."""
         consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
-        self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
+        self.push(self.now + (0.0 if consumer == worker else self.transfer_s(number)), consumer, arrive)
 
     def box(self, number: int, header: MicroBatch) -> None:
         """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
@@ -177,7 +199,7 @@ class _Clock:
             for port in holders:
                 known = self.headers[port.worker][header.g]
                 arrive = partial(self.machines[port.worker].arrive, number, known)
-                self.push(self.exchange_s[number], port.worker, arrive)
+                self.push(self.now + self.exchange_s[number], port.worker, arrive)
 
     def consumer(self, number: int, worker: int, g: int) -> int:
         """The worker that gets what this one gives of a micro-batch: in an exchange itself."""
@@ -210,29 +232,38 @@ class _Clock:
 
     def compute_s(self, worker: int, run: Run) -> float:
         """Return the predicted seconds of an instruction that computes."""
-        stage = self.plan.stages[run.stage]
-        recompute_s = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        weights_s = 0.0 if self.machines[worker].program.owed else stage.weights_s
-        times = {
-            "forward": stage.forward_s,
-            "backward": stage.backward_s + recompute_s + weights_s,
-            "backward-weight": stage.weights_s,
-            "update": stage.update_s,
-        }
-        # the others take next to nothing, and parts of a forward are taken to be equal
-        return times.get(run.instruction.opcode, 0.0) / self.parts[worker, run.stage, run.instruction.opcode]
+        return self.seconds_of(self.machines[worker].program, run.instruction)
+
+    def seconds_of(self, program: Program, line: Instruction) -> float:
+        """Return the predicted seconds of a line of a worker's program."""
+        stage, opcode = self.plan.stages[line.stage], line.opcode
+        if opcode == "forward":
+            seconds = stage.forward_s
+        elif opcode == "backward":
+            recompute_s = stage.forward_s if line.mode == "recompute" else 0.0
+            seconds = stage.backward_s + recompute_s + (0.0 if program.owed else stage.weights_s)
+        elif opcode == "backward-weight":
+            seconds = stage.weights_s
+        elif opcode == "update":
+            seconds = stage.update_s
+        else:  # which takes next to nothing
+            return 0.0
+        return seconds / self.parts[program.worker, line.stage, opcode]  # which are taken to be equal
 
     def report(self) -> Simulation:
         """Return the simulated run."""
-        own: dict[int, list[Interval]] = {machine.program.worker: [] for machine in self.machines}
-        for interval in self.intervals:
-            own[interval.worker].append(interval)
-        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
+        intervals = [_interval(*one) for one in self.ended]
+        own: list[list[Interval]] = [[] for _ in self.machines]
+        runs: list[list[Run]] = [[] for _ in self.machines]
+        for interval, (worker, run, *_) in zip(intervals, self.ended, strict=True):
+            own[worker].append(interval)
+            runs[worker].append(run)
+        ordered = tuple(sorted(intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
         return Simulation(
             makespan_s=max(interval.end_s for interval in ordered),
             intervals=ordered,
-            events=tuple(tuple(events) for events in self.events),
-            workers=tuple(self._worker(machine.program, own[machine.program.worker]) for machine in self.machines),
+            runs=tuple(map(tuple, runs)),
+            workers=tuple([self._worker(machine.program, own[machine.program.worker]) for machine in self.machines]),
             loads=tuple(load for reader in self.readers.values() for load in reader.loads if self.plan.read_s),
         )
 
@@ -257,11 +288,15 @@ class _Clock:
         )
 
 
-def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
-    """Seconds of each exchange: in each phase the holder that sends most sets the time."""
-    seconds = {}
-    for number, exchange in exchanges_of(read(plan)).items():
-        holders = len(channels[number].sources)
-        most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
-        seconds[number] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
-    return seconds
+def _interval(worker: int, run: Run, batch: int, start_s: float, end_s: float) -> Interval:
+    line = run.instruction
+    entry = run.header.entry if run.header is not None else 0
+    weights = run.version, run.reads, run.keep, run.distance, entry
+    what = line.of, line.continues, line.takes, line.gives
+    return Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, end_s, batch, *what)
+
+
+def exchange_s(plan: Plan, exchange: ExchangePlan, holders: int) -> float:
+    """Seconds of an exchange: in each phase the holder that sends most sets the time."""
+    most = most_sent(exchange.phases, exchange.dtypes, exchange.shapes, holders) if exchange.phases else ()
+    return sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import Load
 from roundelay.observe.trace import Span
 
@@ -63,21 +65,21 @@ class WorkerReport:
     unread_bytes_peak: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
     """A simulated run.
 
     Args:
         makespan_s: seconds from the first event to the last.
         intervals: every instruction, ordered by start.
-        events: for each worker, its fired instructions as text, in order.
+        runs: for each worker, its fired instructions, in order.
         workers: one report for each worker.
         loads: every batch that a reader loaded, in order; empty if loading takes no time.
     """
 
     makespan_s: float
     intervals: tuple[Interval, ...]
-    events: tuple[tuple[str, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]
     workers: tuple[WorkerReport, ...]
     loads: tuple[Load, ...]
 
@@ -86,6 +88,11 @@ class Simulation:
             f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
             f"intervals={len(self.intervals)})"
         )
+
+    @cached_property
+    def events(self) -> tuple[tuple[str, ...], ...]:
+        """For each worker, its fired instructions as text, in order."""
+        return tuple([tuple(map(str, own)) for own in self.runs])
 
     def intervals_of(self, worker: int) -> list[Interval]:
         """Return the instructions of one worker, in order."""
