@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, final
 
 import msgspec
@@ -20,7 +21,7 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
-from roundelay.planner.source import Divisibility
+from roundelay.planner.source import Divisibility, Memo
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class AtRows:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """A job as the :class:`~roundelay.planner.source.Source` of its plans, of data alone.
 
@@ -60,6 +61,11 @@ class ModelFacts:
     unused: tuple[str, ...]
     whole: Mapping[str, str] = field(hash=False)
     read_row_s: float = 0.0
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was made of them."""
+        return Memo()
 
     def divisibility(self, draft: Plan, parts: int) -> Divisibility:
         """Whether the first batches may be cut into so many parts, or into the nearest number that was examined."""

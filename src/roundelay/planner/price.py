@@ -70,7 +70,7 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
             [seconds.of(stage, spec) for stage, spec in zip(made.plan.stages, made.stages.stages, strict=True)]
         ),
         read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
-        exchanges=plan_exchanges(laid, made.stages, reading, unused),
+        exchanges=plan_exchanges(laid, made.stages, reading, unused) if any(unused) else made.plan.exchanges,
     )
     return Priced(plan, batch_s(plan))
 
@@ -99,7 +99,7 @@ class _Seconds:
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
         self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
-        self._kept: KeptBytes = kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again)
+        self._kept = _kept(facts, plan, again)
         self._ends = boundaries_of(facts.graph)
 
     def of(self, stage: StagePlan, spec: StageSpec) -> StagePlan:
@@ -139,6 +139,11 @@ class _Seconds:
         begin = max(end for end in self._ends[:-1] if end <= start)
         end = min(end for end in self._ends if end >= stop)
         return self._kept.of_stage(begin, end)
+
+
+def _kept(facts: ModelFacts, plan: Plan, again: tuple[range, ...]) -> KeptBytes:
+    key = "kept bytes", facts.rows(plan), again
+    return facts.memo.of(key, lambda: kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again))
 
 
 def _update_s(profile: Profile, i: int) -> float:
