@@ -302,8 +302,11 @@ def _gathers(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -
 
 
 def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instruction]:
-    box = Instruction("box", after.stage, after.offset, gives=(channel,), of=of)
-    return [box, replace(box, opcode="unbox", gives=(), takes=(channel,))]
+    stage, offset = after.stage, after.offset
+    return [
+        Instruction("box", stage, offset, gives=(channel,), of=of),
+        Instruction("unbox", stage, offset, takes=(channel,), of=of),
+    ]
 
 
 def _gathered(before: Instruction, channel: int, of: str) -> list[Instruction]:
@@ -352,8 +355,20 @@ def _in_parts(
     ]
     if whole.opcode == "backward":
         spans, between, needed, made = spans[::-1], between[::-1], needed[::-1], made[::-1]
-    parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
-    parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
+    what = whole.reads, whole.weights, whole.distance, whole.mode, whole.of
+    ends_at = len(spans) - 1
+    parts = [
+        Instruction(
+            whole.opcode,
+            whole.stage,
+            whole.offset,
+            whole.takes if i == 0 else (),
+            whole.gives if i == ends_at else (),
+            *what,
+            span,
+        )
+        for i, span in enumerate(spans)
+    ]
     lines, behind = [*needed[0]], list[Instruction]()
     for boxed, part, ahead, scattered in zip([[], *between], parts, [*needed[1:], []], made, strict=True):
         lines += [*boxed, *_with("box", ahead), part, *_with("box", scattered), *behind, *_with("unbox", ahead)]

@@ -88,13 +88,15 @@ def _check_exchange_kinds(reading: Reading) -> None:
             expected=", ".join(f"{kind} of stage {stage} by {every}" for stage, kind in due) or "none: one replica",
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
+    axes, scatter, gather = plan.grid.sizes, reduce_scatter(), all_gather()
     for i, exchange in enumerate(plan.exchanges):
-        phases, by_text = exchange.phases, ", ".join(map(str, exchange.phases))
-        known = exchange.kind in EXCHANGES and exchange.axis in plan.grid.sizes and exchange.stage < plan.num_stages
-        summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
-        summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
-        summed = summed and (exchange.kind not in USED or phases == all_gather())
+        phases = exchange.phases
+        known = exchange.kind in EXCHANGES and exchange.axis in axes and exchange.stage < plan.num_stages
+        summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == scatter)
+        summed = summed and (exchange.kind != GRADIENT_PARTS or phases == scatter)
+        summed = summed and (exchange.kind not in USED or phases == gather)
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
+            by_text = ", ".join(map(str, phases))
             raise PlanError(
                 f"exchanges[{i}] of the plan",
                 got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {by_text}, "
