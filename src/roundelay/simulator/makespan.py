@@ -1,24 +1,28 @@
-"""The seconds of a run, and nothing else of it: what :func:`roundelay.simulator.simulate` says, in a part of the time.
+"""The seconds of a run and nothing else of it: those of :func:`roundelay.simulator.simulate`, in a part of the time.
 
-The same machines run on the same clock, with two changes that keep every time. At most two holders of each stage run
-(:mod:`roundelay.lower.alike_holders`). And lines that use no channel but those of exchanges among these are one
-instruction of the machine: nothing else can come between them, so their times follow from those at which the holders
-begin them.
+The same machines run the same programs, and every time is the same. Three things are left out:
+
+- all holders of a stage but two, whose times are kept side by side: the first, which reads, or gets what a first one
+  sends, and one that stands for the others (:mod:`roundelay.lower.alike_holders`). One machine goes for both;
+- the queue of events. An instruction ends when its messages are there, by times that are known as soon as the machines
+  of those who send them are through;
+- turns of the machine: neighbouring lines of a stage on one micro-batch are one instruction of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from roundelay.actor.machine import Run
+from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction, Program
 from roundelay.lower.alike_holders import with_holders
+from roundelay.lower.channels import REGISTERS
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
 from roundelay.simulator.simulation import Clock, simulate
@@ -35,110 +39,180 @@ def makespan_s(plan: Plan, micro_batches: Sequence[MicroBatch]) -> float:
         PlanError: as :func:`roundelay.simulator.simulate`.
     """
     reading = read(plan)
-    if reading.form is None and not (reading.needs_norm and reading.mesh.size > 2):
+    if micro_batches and reading.form is None and not (reading.needs_norm and reading.mesh.size > 1):
         try:
-            return _of_two(plan, reading, micro_batches)
-        except _FirstIsLaterError:
+            return _in_step(plan, reading, micro_batches)
+        except _NotInStepError:
             pass
     return simulate(plan, emit(reading), micro_batches).makespan_s
 
 
-def _of_two(plan: Plan, reading: Reading, micro_batches: Sequence[MicroBatch]) -> float:
-    fewer = read(with_holders(plan, 2)) if reading.mesh.size > 2 else reading
-    clock = _FoldedClock(plan, fewer, emit(fewer), micro_batches)
-    clock.run()
-    return max(end_s for *_, end_s in clock.ended)
+def _in_step(plan: Plan, reading: Reading, micro_batches: Sequence[MicroBatch]) -> float:
+    first = read(with_holders(plan, 1)) if reading.mesh.size > 1 else reading
+    holders = _Holders(plan, first, emit(first), micro_batches)
+    holders.run()
+    return max(max(times) for times in holders.free)
 
 
-class _FirstIsLaterError(Exception):
-    """A first holder begins an exchange after another, so that the others do not run alike."""
+class _NotInStepError(Exception):
+    """A first holder is later than the others, which are not alike then; or a machine waits for one of its own lines."""
 
 
-_Step = tuple[str, int, float]
-"""``box`` or ``unbox`` and its channel; or a computation, and its seconds."""
+_Times = list[float]
+"""Seconds on each of the holders of a stage that are looked at."""
 
-_FOLDED = ("forward", "backward", "backward-weight", "box", "unbox")
+
+class _Step(NamedTuple):
+    """A line of a program.
+
+    Args:
+        seconds: that it computes.
+        takes: channels from other stages.
+        gives: channels to them.
+        unboxed: the exchange that it ends.
+        boxed: the exchange that it begins.
+    """
+
+    seconds: float
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    unboxed: tuple[int, ...] = ()
+    boxed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Folded(Instruction):
-    """Lines that use exchanges only, as one instruction.
+class _Lines(Instruction):
+    """Neighbouring lines of a stage on one micro-batch as one instruction.
 
     Args:
         steps: the lines.
-        place: in the program; the same on each holder.
     """
 
     steps: tuple[_Step, ...] = ()
-    place: int = 0
 
 
-class _FoldedClock(Clock):
-    """The clock of programs whose lines are folded."""
+class _Holders(Clock):
+    """One or two holders of each stage, in step.
+
+    Args:
+        plan: that has the times.
+        structure: of the plan of the first holders alone.
+        programs: of these.
+        micro_batches: headers of the micro-batches to run.
+    """
 
     def __init__(
         self, plan: Plan, structure: Reading, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]
     ) -> None:
         super().__init__(plan, structure, programs, micro_batches, [None] * len(programs))
-        self._size, self._alike = structure.mesh.size, plan.grid.size > structure.mesh.size
-        self._begun: dict[tuple[int, int, int], list[tuple[int, Run, float]]] = {}
-        self._complete: dict[int, float] = {}  # by channel of an exchange
+        size = plan.grid.size
+        self._alike, self._zero = size > 2, [0.0] * min(size, 2)
+        #: by worker, when the holders are through with the last of their lines
+        self.free = [self._zero] * len(programs)
+        self._arrived: dict[int, deque[_Times]] = defaultdict(deque)
+        self._granted = {c.id: deque([self._zero] * c.slots) for c in self.channels.values()}
+        self._registers = deque([0.0] * REGISTERS)
+        self._complete: dict[int, float] = {}  # by exchange
+        self._due = deque(range(len(programs)))  # workers whose machines may go on
 
     def prepared(self, program: Program) -> Program:
-        """The program with its lines folded."""
-        body: list[Instruction] = []
+        """The program with neighbouring lines as one."""
         exchanges = {channel.id for channel in program.channels if channel.phases}
-        for key, group in groupby(self._apart(program, exchanges), key=lambda one: one[0]):
-            own = list(group)
-            if key is None:
-                body += [line for _, line, _ in own]
-                continue
-            faces = [line for _, line, _ in own]
-            face = next((line for line in faces if line.opcode == "forward" and line.runs_first), faces[0])
-            what = face.opcode, face.stage, face.offset
-            steps = tuple([step for *_, step in own])
-            body.append(_Folded(*what, of=face.of, segments=face.segments, steps=steps, place=len(body)))
-        return replace(program, body=tuple(body))
-
-    def _apart(self, program: Program, exchanges: Set[int]) -> Iterator[tuple[Any, Instruction, _Step]]:
-        """The lines, each with what those of one fold have in common, or None; exchanges are lines of their own."""
+        groups: list[tuple[object, list[Instruction], list[_Step]]] = []
         for line in program.body:
-            key = (line.stage, line.offset, line.once_a_batch) if line.opcode in _FOLDED else None
-            if not line.takes and not line.gives:
-                yield key, line, ("", 0, self.seconds_of(program, line))
-                continue
-            unboxes, boxes = ([c for c in own if c in exchanges] for own in (line.takes, line.gives))
-            yield from ((key, line, ("unbox", channel, 0.0)) for channel in unboxes)
-            if len(unboxes) + len(boxes) < len(line.takes) + len(line.gives):
-                takes, gives = ([c for c in own if c not in exchanges] for own in (line.takes, line.gives))
-                yield None, replace(line, takes=tuple(takes), gives=tuple(gives)), ("", 0, 0.0)
-            yield from ((key, line, ("box", channel, 0.0)) for channel in boxes)
+            key = line.stage, line.offset, line.once_a_batch, line.opcode == "read"
+            step = _Step(self.seconds_of(program, line))
+            if line.takes or line.gives:
+                takes, unboxed = _apart(line.takes, exchanges)
+                gives, boxed = _apart(line.gives, exchanges)
+                step = _Step(step.seconds, takes, gives, unboxed, boxed)
+            known, lines, steps = groups[-1] if groups else (None, [], [])
+            if key != known or (step.takes and any(before.gives for before in steps)):
+                groups.append((key, lines := [], steps := []))
+            lines.append(line)
+            steps.append(step)
+        return Program(
+            *(program.worker, program.num_workers, program.every, program.over),
+            *(program.tapes, program.owed, program.registers, program.channels),
+            body=tuple([_as_one(lines, steps) for _, lines, steps in groups]),
+        )
 
-    def begin(self, worker: int, run: Run) -> None:
-        """Folded lines take their times when every holder has begun them."""
-        line = run.instruction
-        if not isinstance(line, _Folded):
-            super().begin(worker, run)
-            return
-        begun = self._begun.setdefault((line.stage, line.place, run.g), [])
-        begun.append((worker, run, self.now))
-        if len(begun) == self._size:
-            begun = sorted(self._begun.pop((line.stage, line.place, run.g)), key=lambda one: one[0])
-            ends = self._through(line.steps, [start_s for *_, start_s in begun])
-            for (holder, own, start_s), end_s in zip(begun, ends, strict=True):
-                self.push(end_s, holder, partial(self.finish, holder, own, start_s))
+    def run(self) -> None:
+        """Run until every machine has halted."""
+        while self._due:
+            worker = self._due.popleft()
+            while (run := self.machines[worker].fire()) is not None:
+                self._execute(worker, run)
+        if not all(machine.halted for machine in self.machines):
+            raise _NotInStepError
 
-    def _through(self, steps: Sequence[_Step], times: list[float]) -> list[float]:
-        """When the holders end folded lines that they begin at ``times``."""
-        for what, channel, seconds in steps:
-            if what == "box":
-                last = max(times)
-                if self._alike and times[-1] < last:
-                    raise _FirstIsLaterError
-                self._complete[channel] = last + self.exchange_s[channel]
-            elif what == "unbox":
-                complete = self._complete[channel]
-                times = [max(at, complete) for at in times]
-            else:
-                times = [at + seconds for at in times]
+    def _execute(self, worker: int, run: Run) -> None:
+        """Carry out an instruction, and give its messages and grants to the machines."""
+        line, header = run.instruction, self.headers[worker][run.g]
+        reads = line.opcode == "read"
+        assert isinstance(line, _Lines)
+        begin = self._read(worker, run.g) if reads else self.free[worker]
+        self.free[worker] = self._through(line.steps, worker, begin)
+        self.machines[worker].finish(header if reads else None)
+        for number in line.gives:
+            consumer = self.channels[number].targets[0].worker
+            self.machines[consumer].arrive(number, header)
+            self._due.append(consumer)
+        for number in line.takes:
+            producer = self.channels[number].sources[0].worker
+            self.machines[producer].grant(number)
+            self._due.append(producer)
+
+    def _read(self, worker: int, g: int) -> _Times:
+        """When the first holder has read a micro-batch, and another has it from there."""
+        first, *others = self.free[worker]
+        self.now = max(first, self._registers[0]) if others else first
+        read_s = self.now + self.load_s(worker, g)
+        others = [max(other, self.arrival(-1, self.plan.input_bytes, read_s)) for other in others]
+        self._registers.popleft()
+        self._registers.append(max(others, default=0.0) + self.plan.latency_s)
+        return [read_s, *others]
+
+    def _through(self, steps: Sequence[_Step], worker: int, times: _Times) -> _Times:
+        """When the holders are through with lines that they begin at ``times``."""
+        for seconds, takes, gives, unboxed, boxed in steps:
+            for number in takes:
+                times = _later(times, self._arrived[number].popleft())
+            for number in gives:
+                times = _later(times, self._granted[number].popleft())
+            for number in unboxed:
+                complete = self._complete[number]
+                times = [max(time, complete) for time in times]
+            if seconds:
+                times = [time + seconds for time in times]
+            for number in boxed:
+                if self._alike and times[0] > times[1]:
+                    raise _NotInStepError
+                self._complete[number] = max(times) + self.exchange_s[number]
+            for number in gives:
+                within, size = self.channels[number].read_by(worker), self.bytes[number]
+                links = enumerate(times, number * len(times))
+                self._arrived[number].append(
+                    times if within else [self.arrival(link, size, time) for link, time in links]
+                )
+            for number in takes:
+                grant_s = 0.0 if self.channels[number].filled_by(worker) else self.plan.latency_s
+                self._granted[number].append([time + grant_s for time in times])
         return times
+
+
+def _later(times: _Times, others: _Times) -> _Times:
+    return [max(pair) for pair in zip(times, others, strict=True)]
+
+
+def _apart(channels: tuple[int, ...], exchanges: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those that are no exchanges, and those that are."""
+    return tuple([c for c in channels if c not in exchanges]), tuple([c for c in channels if c in exchanges])
+
+
+def _as_one(lines: Sequence[Instruction], steps: Sequence[_Step]) -> Instruction:
+    """Lines as one: to the machine the first forward, which says when the run ends, or the first of all."""
+    one = next((line for line in lines if line.opcode == "forward" and line.runs_first), lines[0])
+    takes = tuple([channel for step in steps for channel in step.takes])
+    gives = tuple([channel for step in steps for channel in step.gives])
+    return _Lines(one.opcode, one.stage, one.offset, takes, gives, of=one.of, segments=one.segments, steps=tuple(steps))

@@ -105,7 +105,7 @@ class Clock:
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.num_pushed = 0
         self.ended: list[tuple[int, Run, int, float, float]] = []  # worker, batch, start and end of each
-        self.link_free = dict.fromkeys(self.channels, 0.0)
+        self.link_free: dict[int, float] = {}  # by channel
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
 
@@ -188,7 +188,8 @@ class Clock:
         """Let a message arrive."""
         consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
-        self.push(self.now + (0.0 if consumer == worker else self.transfer_s(number)), consumer, arrive)
+        at = self.now if consumer == worker else self.arrival(number, self.bytes[number], self.now)
+        self.push(at, consumer, arrive)
 
     def box(self, number: int, header: MicroBatch) -> None:
         """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
@@ -211,11 +212,11 @@ class Clock:
         self.on_way[key] = self.on_way.get(key, 0) + change
         self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
 
-    def transfer_s(self, channel: int) -> float:
-        """Return the seconds until a message sent now arrives; messages of one channel are sent one by one."""
-        start = max(self.now, self.link_free[channel])
-        self.link_free[channel] = start + self.bytes[channel] / self.plan.bytes_per_s
-        return self.link_free[channel] + self.plan.latency_s - self.now
+    def arrival(self, link: int, num_bytes: int, now: float) -> float:
+        """Return when a message sent now arrives; messages of one link are sent one by one."""
+        start = max(now, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + num_bytes / self.plan.bytes_per_s
+        return now + (self.link_free[link] + self.plan.latency_s - now)
 
     def load_s(self, worker: int, g: int) -> float:
         """Return the seconds until the micro-batch to be read now is in a register."""
