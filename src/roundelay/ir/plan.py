@@ -284,7 +284,11 @@ class Plan:
     @property
     def worker_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each worker the numbers of the stages that it runs."""
-        return tuple(self.stages_of(worker) for worker in range(self.num_workers))
+        found: list[list[int]] = [[] for _ in self.workers]
+        for stage in range(self.num_stages):
+            for worker in dict.fromkeys(self.holders(stage)):
+                found[worker].append(stage)
+        return tuple(map(tuple, found))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def with_holders(plan: Plan, count: int) -> Plan:
         shards=0,
         workers=tuple([worker for worker in plan.workers if worker.name in kept]),
         stages=stages,
-        exchanges=tuple([replace(exchange, axis=axis) for exchange in plan.exchanges]),
+        exchanges=tuple([e if e.axis == axis else replace(e, axis=axis) for e in plan.exchanges]),
     )
 
 

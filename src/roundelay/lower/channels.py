@@ -71,11 +71,11 @@ class _Channels:
 
     def add_exchanges(self) -> None:
         """Add the channels of what the holders of a stage exchange or hand on."""
-        plan, ports = self.reading.plan, self.ports
+        plan, ports, groups = self.reading.plan, self.ports, groups_of(self.reading)
         for exchange in plan.exchanges:
             kind: ChannelKind = exchange.kind  # type: ignore[assignment]
             phases, own = exchange.phases, ports[exchange.stage]
-            for group in self.reading.mesh.groups(exchange.axis) if phases else []:
+            for group in groups[exchange.axis] if phases else []:
                 holders = tuple([own[i] for i in group])
                 self.channels.append(Channel(len(self.channels), kind, holders, holders, 1, phases))
             for of, source, target in (
@@ -170,6 +170,11 @@ def _sharing(reading: Reading, stage: int, order: Sequence[int]) -> Iterator[lis
         yield [holder for holder in order[:-1] if fresh[holder] is kind]
 
 
+def groups_of(reading: Reading) -> dict[str, list[list[int]]]:
+    """By axis along which something is exchanged, the holders that exchange among each other."""
+    return {axis: reading.mesh.groups(axis) for axis in {e.axis for e in reading.plan.exchanges if e.phases}}
+
+
 def exchange_numbers(reading: Reading, channels: Iterable[Channel]) -> dict[int, int]:
     """By channel that is an exchange, which of the plan's exchanges it is.
 
@@ -177,8 +182,8 @@ def exchange_numbers(reading: Reading, channels: Iterable[Channel]) -> dict[int,
         reading: of the plan.
         channels: all of its channels, in the order of their numbers.
     """
-    groups = {axis: len(reading.mesh.groups(axis)) for axis in {e.axis for e in reading.plan.exchanges if e.phases}}
-    numbers = [i for i, e in enumerate(reading.plan.exchanges) if e.phases for _ in range(groups[e.axis])]
+    groups = groups_of(reading)
+    numbers = [i for i, e in enumerate(reading.plan.exchanges) if e.phases for _ in groups[e.axis]]
     return dict(zip([channel.id for channel in channels if channel.phases], numbers, strict=True))
 
 

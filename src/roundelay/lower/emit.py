@@ -194,10 +194,13 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
     plan = reading.plan
     port, holder = home.port, home.holder
     stage = port.stage
+    by_kind: dict[ChannelKind, list[Channel]] = {}
+    for channel in channels:
+        by_kind.setdefault(channel.kind, []).append(channel)
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Channels of a kind into the port and out of it, by number."""
-        own = [c for c in channels if c.kind == kind]
+        own = by_kind.get(kind, ())
         return tuple([c.id for c in own if port in c.targets]), tuple([c.id for c in own if port in c.sources])
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")

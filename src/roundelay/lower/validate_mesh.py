@@ -26,7 +26,7 @@ def check_workers(reading: Reading) -> None:
         )
     schedule = reading.schedule
     _check_holders(reading)
-    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
+    placed = plan.worker_stages
     _check_exchange_kinds(reading)
     each = schedule.stages_per_worker or plan.num_stages
     if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
@@ -50,8 +50,11 @@ def _check_holders(reading: Reading) -> None:
     for stage, planned in enumerate(plan.stages):
         if len(planned.workers) != (count := reading.num_holders(stage)):
             raise plan.wrong_holders(stage, count)
-    for worker, stages in enumerate(plan.worker_stages):
-        places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
+    places_of: list[set[tuple[int, int]]] = [set() for _ in plan.workers]
+    for stage in range(plan.num_stages):
+        for r, holder in enumerate(plan.holders(stage)):
+            places_of[holder].add((stage, r))
+    for worker, places in enumerate(places_of):
         if len({r for _, r in places}) > 1:
             raise PlanError(
                 f"workers of the plan's stages: {plan.workers[worker].name}",

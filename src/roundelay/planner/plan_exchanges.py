@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
-from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
+from roundelay.ir.bucket import COUNTED, Tensor, elements_of, gradient_buckets, rows_of, state_buckets
 from roundelay.ir.exchange import (
     GRADIENT_PARTS,
     USED,
@@ -118,7 +118,7 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
             continue
         tensors = laid.tensors(own)
         if kind in USED:
-            tensors = [replace(one, dtype=laid.residences[one.name].cast or one.dtype) for one in tensors]
+            tensors = [Tensor(one.name, laid.residences[one.name].cast or one.dtype, one.shape) for one in tensors]
         buckets = state_buckets(tensors)
         rows = rows_of(buckets, laid.states, plan.grid.shards)
         copied = phases == all_reduce()  # each has the same row

@@ -62,22 +62,24 @@ _Times = list[float]
 """Seconds on each of the holders of a stage that are looked at."""
 
 
-class _Step(NamedTuple):
-    """A line of a program.
+class _Ends(NamedTuple):
+    """The channels of a line.
 
     Args:
-        seconds: that it computes.
-        takes: channels from other stages.
-        gives: channels to them.
+        takes: those from other stages.
+        gives: those to them.
         unboxed: the exchange that it ends.
         boxed: the exchange that it begins.
     """
 
-    seconds: float
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-    unboxed: tuple[int, ...] = ()
-    boxed: tuple[int, ...] = ()
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    unboxed: tuple[int, ...]
+    boxed: tuple[int, ...]
+
+
+_Step = tuple[float, _Ends | None]
+"""A line of a program: seconds that it computes, and its channels, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,16 @@ class _Holders(Clock):
 
     def prepared(self, program: Program) -> Program:
         """The program with neighbouring lines as one."""
-        exchanges = {channel.id for channel in program.channels if channel.phases}
+        exchanges = frozenset([channel.id for channel in program.channels if channel.phases])
         groups: list[tuple[object, list[Instruction], list[_Step]]] = []
         for line in program.body:
             key = line.stage, line.offset, line.once_a_batch, line.opcode == "read"
-            step = _Step(self.seconds_of(program, line))
-            if line.takes or line.gives:
-                takes, unboxed = _apart(line.takes, exchanges)
-                gives, boxed = _apart(line.gives, exchanges)
-                step = _Step(step.seconds, takes, gives, unboxed, boxed)
+            ends = _ends(line, exchanges) if line.takes or line.gives else None
             known, lines, steps = groups[-1] if groups else (None, [], [])
-            if key != known or (step.takes and any(before.gives for before in steps)):
+            if key != known or (ends and ends.takes and any(own and own.gives for _, own in steps)):
                 groups.append((key, lines := [], steps := []))
             lines.append(line)
-            steps.append(step)
+            steps.append((self.seconds_of(program, line), ends))
         return Program(
             *(program.worker, program.num_workers, program.every, program.over),
             *(program.tapes, program.owed, program.registers, program.channels),
@@ -175,7 +173,11 @@ class _Holders(Clock):
 
     def _through(self, steps: Sequence[_Step], worker: int, times: _Times) -> _Times:
         """When the holders are through with lines that they begin at ``times``."""
-        for seconds, takes, gives, unboxed, boxed in steps:
+        for seconds, ends in steps:
+            if ends is None:
+                times = [time + seconds for time in times]
+                continue
+            takes, gives, unboxed, boxed = ends
             for number in takes:
                 times = _later(times, self._arrived[number].popleft())
             for number in gives:
@@ -205,14 +207,19 @@ def _later(times: _Times, others: _Times) -> _Times:
     return [max(pair) for pair in zip(times, others, strict=True)]
 
 
-def _apart(channels: tuple[int, ...], exchanges: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those that are no exchanges, and those that are."""
-    return tuple([c for c in channels if c not in exchanges]), tuple([c for c in channels if c in exchanges])
+def _ends(line: Instruction, exchanges: frozenset[int]) -> _Ends:
+    takes, gives = line.takes, line.gives
+    if not exchanges.isdisjoint(takes):
+        return _Ends((), gives, takes, ())
+    if not exchanges.isdisjoint(gives):
+        return _Ends(takes, (), (), gives)
+    return _Ends(takes, gives, (), ())
 
 
 def _as_one(lines: Sequence[Instruction], steps: Sequence[_Step]) -> Instruction:
     """Lines as one: to the machine the first forward, which says when the run ends, or the first of all."""
     one = next((line for line in lines if line.opcode == "forward" and line.runs_first), lines[0])
-    takes = tuple([channel for step in steps for channel in step.takes])
-    gives = tuple([channel for step in steps for channel in step.gives])
+    ends = [own for _, own in steps if own is not None]
+    takes = tuple([channel for own in ends for channel in own.takes])
+    gives = tuple([channel for own in ends for channel in own.gives])
     return _Lines(one.opcode, one.stage, one.offset, takes, gives, of=one.of, segments=one.segments, steps=tuple(steps))
