@@ -13,14 +13,13 @@ as ``weight.NAME``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderChain:
+class ReaderChain(NamedTuple):
     """The chain of a value's readers.
 
     Args:
@@ -32,8 +31,7 @@ class ReaderChain:
     positions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """One step of a chain.
 
     Args:

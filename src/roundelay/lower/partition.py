@@ -15,8 +15,8 @@ Rules, each with its reason:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
@@ -25,8 +25,7 @@ from roundelay.lower.dataflow import Hop, ReaderChain, hops_of, reader_chains
 from roundelay.lower.recompute_selection import RecomputeRange, nothing_to_recompute, recompute_ranges
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """A segment's stage and its operations ``start`` to ``stop - 1``; the loss is an empty span."""
 
     stage: int
@@ -35,7 +34,12 @@ class _Span:
     recomputed: bool = False
 
 
-def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence[str] = ()) -> Partition:
+def partition(
+    graph: Graph,
+    stages: Sequence[Sequence[str]],
+    recompute: Sequence[str] = (),
+    readers: Sequence[ReaderChain] | None = None,
+) -> Partition:
     """Cut ``graph`` into stages.
 
     Args:
@@ -43,6 +47,7 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence
         stages: for each stage the names of the operations that end its segments, in order. The very last name
             must be the graph's last operation.
         recompute: names of modules that backwards recompute; see :mod:`roundelay.lower.recompute_selection`.
+        readers: :func:`roundelay.lower.dataflow.reader_chains` of the graph, if they are known.
 
     Raises:
         PlanError: a name is unknown, out of order, or not a legal cut; or a module cannot be recomputed.
@@ -52,7 +57,7 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence
     spans = _cut_at_recomputed(graph, _spans(graph, stages), recompute)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)
-    readers = reader_chains(graph)
+    readers = reader_chains(graph) if readers is None else readers
     passed = _passed(_chains(graph, [*spans, loss], readers))
     edges = _edges(graph, spans, len(stages), readers)
     return Partition(

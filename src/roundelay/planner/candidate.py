@@ -229,7 +229,7 @@ def _cut_up(laid: LaidGraph, chosen: Stages, recompute: Sequence[str]) -> tuple[
     ends = in_segments(laid.graph, chosen, apart) if apart else chosen
     if laid.on_mesh:
         ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))
-    return ends, partition(laid.graph, ends, recompute)
+    return ends, partition(laid.graph, ends, recompute, laid.readers)
 
 
 def laid_graph(source: Source, plan: Plan) -> LaidGraph:

@@ -86,11 +86,15 @@ class ModelFacts:
 
     def profile(self, draft: Plan) -> tuple[Profile, str]:
         """Seconds of every operation on a micro-batch of the plan."""
-        rows, first, last = self.rows(draft), self.measured[0], self.measured[-1]
+        rows = self.rows(draft)
+        made = self.memo.of(("profile", rows), lambda: self._profile(rows))
+        return made, f"measured on {' and '.join(str(one.rows) for one in self.measured)} rows"
+
+    def _profile(self, rows: int) -> Profile:
+        first, last = self.measured[0], self.measured[-1]
         share = (rows - first.rows) / (last.rows - first.rows) if last.rows > first.rows else 0.0
         pairs = zip(_columns(first.profile), _columns(last.profile), strict=True)
-        made = Profile(*(tuple(_between(a, b, share) for a, b in zip(*pair, strict=True)) for pair in pairs))
-        return made, f"measured on {' and '.join(str(one.rows) for one in self.measured)} rows"
+        return Profile(*(tuple(_between(a, b, share) for a, b in zip(*pair, strict=True)) for pair in pairs))
 
     def storages(self, draft: Plan) -> SavedStorages:
         """What the operations keep of a micro-batch of the plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
@@ -21,7 +22,7 @@ from roundelay.ir.exchange import (
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import COPIES, REPLICAS
 from roundelay.ir.plan import Plan
-from roundelay.ir.sbp import Signature
+from roundelay.ir.sbp import Signature, Split
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.boxing import is_local
 from roundelay.lower.dataflow import sample_micro_batches
@@ -112,15 +113,15 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
     ]:
         of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
         exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
-    alike = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else []
+    alike, shards = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else [], plan.grid.shards
     for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
-        tensors = laid.tensors(own)
+        parts = [(one.dtype, one.shape, laid.states[one.name]) for one in laid.tensors(own)]
         if kind in USED:
-            tensors = [Tensor(one.name, laid.residences[one.name].cast or one.dtype, one.shape) for one in tensors]
-        buckets = state_buckets(tensors)
-        rows = rows_of(buckets, laid.states, plan.grid.shards)
+            casts = [laid.residences[name].cast for name in own]
+            parts = [(cast or dtype, *lies) for cast, (dtype, *lies) in zip(casts, parts, strict=True)]
+        dtypes, rows = _rows(tuple(parts), shards)
         copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(
             stage=spec.stage,
@@ -129,10 +130,22 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
             value="",
             segment=segment,
             phases=phases,
-            dtypes=tuple([bucket[0].dtype for bucket in buckets]),
+            dtypes=dtypes,
             shapes=tuple([row[1:] for row in rows]) if copied else rows,
             unused=(),
         )
+
+
+_Part = tuple[str, tuple[int, ...], Split]
+"""Dtype and shape of a parameter, and how its state is split."""
+
+
+@lru_cache(maxsize=4096)
+def _rows(parts: tuple[_Part, ...], replicas: int) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """Dtypes and shapes of the tensors of states; the same in layers that are alike."""
+    buckets = state_buckets([Tensor(str(i), dtype, shape) for i, (dtype, shape, _) in enumerate(parts)])
+    splits = {str(i): split for i, (*_, split) in enumerate(parts)}
+    return tuple([bucket[0].dtype for bucket in buckets]), rows_of(buckets, splits, replicas)
 
 
 def _of_weights(

@@ -58,8 +58,8 @@ class _NotInStepError(Exception):
     """A first holder is later than the others, which are not alike then; or a machine waits for one of its own lines."""
 
 
-_Times = list[float]
-"""Seconds on each of the holders of a stage that are looked at."""
+_Times = tuple[float, float]
+"""Seconds on the first holder of a stage and on another; the same where there is one."""
 
 
 class _Ends(NamedTuple):
@@ -107,12 +107,11 @@ class _Holders(Clock):
         self, plan: Plan, structure: Reading, programs: Sequence[Program], micro_batches: Sequence[MicroBatch]
     ) -> None:
         super().__init__(plan, structure, programs, micro_batches, [None] * len(programs))
-        size = plan.grid.size
-        self._alike, self._zero = size > 2, [0.0] * min(size, 2)
+        self._size = plan.grid.size
         #: by worker, when the holders are through with the last of their lines
-        self.free = [self._zero] * len(programs)
+        self.free: list[_Times] = [(0.0, 0.0)] * len(programs)
         self._arrived: dict[int, deque[_Times]] = defaultdict(deque)
-        self._granted = {c.id: deque([self._zero] * c.slots) for c in self.channels.values()}
+        self._granted = {c.id: deque([(0.0, 0.0)] * c.slots) for c in self.channels.values()}
         self._registers = deque([0.0] * REGISTERS)
         self._complete: dict[int, float] = {}  # by exchange
         self._due = deque(range(len(programs)))  # workers whose machines may go on
@@ -163,48 +162,52 @@ class _Holders(Clock):
 
     def _read(self, worker: int, g: int) -> _Times:
         """When the first holder has read a micro-batch, and another has it from there."""
-        first, *others = self.free[worker]
-        self.now = max(first, self._registers[0]) if others else first
+        first, other = self.free[worker]
+        self.now = first if self._size == 1 else max(first, self._registers.popleft())
         read_s = self.now + self.load_s(worker, g)
-        others = [max(other, self.arrival(-1, self.plan.input_bytes, read_s)) for other in others]
-        self._registers.popleft()
-        self._registers.append(max(others, default=0.0) + self.plan.latency_s)
-        return [read_s, *others]
+        if self._size == 1:
+            return read_s, read_s
+        other = max(other, self.arrival(-1, self.plan.input_bytes, read_s))
+        self._registers.append(other + self.plan.latency_s)
+        return read_s, other
 
     def _through(self, steps: Sequence[_Step], worker: int, times: _Times) -> _Times:
         """When the holders are through with lines that they begin at ``times``."""
+        first, other = times
         for seconds, ends in steps:
             if ends is None:
-                times = [time + seconds for time in times]
+                first, other = first + seconds, other + seconds
                 continue
             takes, gives, unboxed, boxed = ends
             for number in takes:
-                times = _later(times, self._arrived[number].popleft())
+                first, other = _later(first, other, self._arrived[number].popleft())
             for number in gives:
-                times = _later(times, self._granted[number].popleft())
+                first, other = _later(first, other, self._granted[number].popleft())
             for number in unboxed:
                 complete = self._complete[number]
-                times = [max(time, complete) for time in times]
-            if seconds:
-                times = [time + seconds for time in times]
+                first, other = _later(first, other, (complete, complete))
+            first, other = first + seconds, other + seconds
             for number in boxed:
-                if self._alike and times[0] > times[1]:
+                if first > other and self._size > 2:
                     raise _NotInStepError
-                self._complete[number] = max(times) + self.exchange_s[number]
+                self._complete[number] = max(first, other) + self.exchange_s[number]
             for number in gives:
-                within, size = self.channels[number].read_by(worker), self.bytes[number]
-                links = enumerate(times, number * len(times))
-                self._arrived[number].append(
-                    times if within else [self.arrival(link, size, time) for link, time in links]
-                )
+                self._arrived[number].append(self._arrivals(number, worker, (first, other)))
             for number in takes:
                 grant_s = 0.0 if self.channels[number].filled_by(worker) else self.plan.latency_s
-                self._granted[number].append([time + grant_s for time in times])
-        return times
+                self._granted[number].append((first + grant_s, other + grant_s))
+        return first, other
+
+    def _arrivals(self, number: int, worker: int, times: _Times) -> _Times:
+        """When messages arrive that the holders send at ``times``."""
+        if self.channels[number].read_by(worker):
+            return times
+        first, other = (self.arrival(2 * number + i, self.bytes[number], time) for i, time in enumerate(times))
+        return first, other
 
 
-def _later(times: _Times, others: _Times) -> _Times:
-    return [max(pair) for pair in zip(times, others, strict=True)]
+def _later(first: float, other: float, times: _Times) -> _Times:
+    return (first if first > times[0] else times[0]), (other if other > times[1] else times[1])
 
 
 def _ends(line: Instruction, exchanges: frozenset[int]) -> _Ends:
