@@ -1,28 +1,28 @@
 """Holders of a stage that run alike, so that a few of them stand for all.
 
 In a pipeline the holders of a stage, its replicas and the workers of its mesh, run the same program on channels of
-their own. They differ only in that the holder 0 of stage 0 reads the data and sends the others theirs, and in who sends
-a norm to it. So a plan of fewer holders (:func:`with_holders`) has the programs of these, with every exchange among all
-of them.
+their own. They differ in this alone: the holder 0 of stage 0 reads, and sends the others of the stage their data; and
+norms of gradients go to it and come from it. What the machines of a plan do depends on programs and messages, never on
+timing (Kahn, *The semantics of a simple language for parallel programming*, 1974): if one order of events ends without
+a deadlock, every order does, and in each a worker runs the same instructions and reads the same versions. That allows
+two reductions.
 
-**One of each stage** does what each does, in the same order: all can go in step, line by line. Each finds the messages
-of its neighbours then as the first finds those of its own, an exchange is complete when its line is over, and what goes
-from holder to holder of a stage is sent and taken in one line. What machines do depends on their programs and messages,
-never on timing (Kahn, *The semantics of a simple language for parallel programming*, 1974): if one order of events ends
-without a deadlock, all do, and with the same versions.
+**One of each stage** has the order of all (:func:`one_of_each`). All can go in step, line by line: each finds the
+messages of its neighbours as the first holder finds its own, an exchange is complete when its line is over, and what
+goes from holder to holder of a stage is given and taken in one line.
 
-**Two of each stage**, the first and another, have the times of all where no norm travels: the others get their data at
-the same time, later than the first, so that each exchange, in which one of the others always takes part, waits for
-these. Who runs them checks in each exchange that the first was not the later one.
+**Two of each stage**, the first and another, have the times of all, where no norm travels: the others get their data at
+the same time, later than the first, and each exchange, in which one of the others always takes part, waits for these.
+It is checked in each exchange that the first was not the later one (:mod:`roundelay.simulator.makespan`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
-from roundelay.ir.mesh import REPLICAS
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import SCALARS, Channel, Instruction, Port, Program
 from roundelay.lower.reading import Reading
@@ -31,116 +31,132 @@ _UNEVEN = ("data", *SCALARS)
 """Channels of which holders of a stage have not the same."""
 
 
-def with_holders(plan: Plan, count: int) -> Plan:
-    """The plan with the first holders of each stage alone, which exchange all among each other.
-
-    Args:
-        plan: a pipeline.
-        count: how many; not more than there are.
-    """
-    on_mesh = plan.mesh_size > 1
-    axis = next(iter(plan.mesh)) if on_mesh else REPLICAS
-    stages = tuple([replace(stage, workers=stage.workers[:count]) for stage in plan.stages])
+def first_holders(plan: Plan) -> Plan:
+    """The plan with the first holder of each stage alone, which exchanges with nobody."""
+    stages = tuple([replace(stage, workers=stage.workers[:1]) for stage in plan.stages])
     kept = {name for stage in stages for name in stage.workers}
-    return replace(
-        plan,
-        replicas=1 if on_mesh else count,
-        mesh={axis: count} if on_mesh else {},
-        shards=0,
-        workers=tuple([worker for worker in plan.workers if worker.name in kept]),
-        stages=stages,
-        exchanges=tuple([e if e.axis == axis else replace(e, axis=axis) for e in plan.exchanges]),
-    )
+    workers = tuple([worker for worker in plan.workers if worker.name in kept])
+    return replace(plan, replicas=1, mesh={}, shards=0, workers=workers, stages=stages)
 
 
 def one_of_each(reading: Reading, programs: Sequence[Program]) -> tuple[Program, ...] | None:
-    """The programs of the first holders, as those of the workers of :func:`with_holders`.
+    """The programs of the first holders, as those of the workers of :func:`first_holders`.
 
     Args:
         reading: of the plan.
         programs: of all workers.
 
     Returns:
-        None where a program differs in more than channels and workers from that of the first holder of its stages, or
-        where the two ends of a channel do not have it in the same lines.
+        None if not all holders run alike: their programs must be the same but for workers, registers and the numbers
+        of channels, all ends must know a channel alike, and a channel that not all holders have must be given and taken
+        in the same lines, and if it joins two stages, join their first holders too.
     """
     plan = reading.plan
-    if reading.form is not None:
-        return None
     firsts = {worker: plan.holders(k)[0] for k in range(plan.num_stages) for worker in plan.holders(k)}
+    if reading.form is not None or len(firsts) < len(programs) or not _are_joined(programs, set(firsts.values())):
+        return None
     numbers = {worker: number for number, worker in enumerate(sorted(set(firsts.values())))}
     to = {worker: numbers[first] for worker, first in firsts.items()}
     first_of = {program.worker: program for program in programs if program.worker in numbers}
-    if len(to) < len(programs) or not _joined(programs):
-        return None
+    called: dict[int, int] = {}
     for program in programs:
         first = first_of[firsts[program.worker]]
-        if len(_even(first)) != len(_even(program)) or _renamed(program, first, to) != _renamed(first, first, to):
+        names = dict(zip_longest(_even(program), own := _even(first), fillvalue=-1))
+        if any(called.setdefault(number, name) != name for number, name in names.items()):
             return None
-    return tuple([_renamed(program, program, to, numbers) for program in first_of.values()])
+        if _renamed(program, names, to, 0) != _renamed(first, dict(zip(own, own, strict=True)), to, 0):
+            return None
+    return tuple(
+        [_renamed(first, _between_firsts(first, numbers), to, first.registers) for first in first_of.values()]
+    )
 
 
-def _even(program: Program) -> list[Channel]:
-    return [channel for channel in program.channels if channel.kind not in _UNEVEN]
+def _even(program: Program) -> list[int]:
+    """The channels of which each holder has one like it."""
+    return [channel.id for channel in program.channels if channel.kind not in _UNEVEN]
 
 
-def _renamed(program: Program, first: Program, to: Mapping[int, int], numbers: Mapping[int, int] | None = None) -> Program:
-    """A program with workers and channels called as those of the first holder.
+def _between_firsts(first: Program, numbers: Container[int]) -> dict[int, int]:
+    """All channels of a first holder but those to others of its stage."""
+    return {
+        channel.id: channel.id
+        for channel in first.channels
+        if channel.kind not in _UNEVEN
+        or (_stages(channel) > 1 and all(port.worker in numbers for port in _ports(channel)))
+    }
+
+
+def _renamed(program: Program, names: Mapping[int, int], to: Mapping[int, int], registers: int) -> Program:
+    """A program with other numbers of channels and workers.
 
     Args:
         program: of a holder.
-        first: of the first holder of its stages.
-        to: by worker the number of the first holder.
-        numbers: the same of the first holders, to keep what these alone send each other; else it is left out.
+        names: new numbers of channels; others are left out.
+        to: new numbers of workers; ports that become the same are one.
+        registers: instead of its own.
     """
-    names = {own.id: other.id for own, other in zip(_even(program), _even(first), strict=True)}
-    for channel in program.channels if numbers else ():
-        ends = {port.worker for port in (*channel.sources, *channel.targets)}
-        if channel.kind in _UNEVEN and ends <= numbers.keys() and len(ends) > 1:
-            names[channel.id] = channel.id
 
     def ports(own: Sequence[Port]) -> tuple[Port, ...]:
         return tuple(dict.fromkeys([Port(to[port.worker], port.stage) for port in own]))
 
-    channels = [
-        replace(channel, id=names[channel.id], sources=ports(channel.sources), targets=ports(channel.targets))
-        for channel in program.channels
-        if channel.id in names
-    ]
+    def line(own: Instruction) -> Instruction:
+        if not own.takes and not own.gives:
+            return own
+        takes, gives = ([names[c] for c in channels if c in names] for channels in (own.takes, own.gives))
+        return replace(own, takes=tuple(takes), gives=tuple(gives))
+
     return replace(
         program,
         worker=to[program.worker],
-        registers=program.registers if numbers else 0,
-        channels=tuple(channels),
-        body=tuple([_line(line, names) for line in program.body]),
+        registers=registers,
+        channels=tuple(
+            [
+                replace(c, id=names[c.id], sources=ports(c.sources), targets=ports(c.targets))
+                for c in program.channels
+                if c.id in names
+            ]
+        ),
+        body=tuple([line(own) for own in program.body]),
     )
 
 
-def _line(line: Instruction, names: Mapping[int, int]) -> Instruction:
-    if not line.takes and not line.gives:
-        return line
-    takes, gives = ([names[channel] for channel in own if channel in names] for own in (line.takes, line.gives))
-    return replace(line, takes=tuple(takes), gives=tuple(gives))
-
-
-def _joined(programs: Sequence[Program]) -> bool:
-    """Whether the ends of each channel know it alike, and those that holders do not have alike in the same lines."""
-    known: dict[tuple[int, int], Channel] = {(p.worker, c.id): c for p in programs for c in p.channels}
-    lines: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+def _are_joined(programs: Sequence[Program], firsts: Container[int]) -> bool:
+    """Whether all ends of each channel know it alike, and those that not all holders have fit the first ones'."""
+    known = {(program.worker, channel.id): channel for program in programs for channel in program.channels}
+    used: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for program in programs:
         for line in program.body:
-            for channel in (*line.takes, *line.gives):
-                lines[program.worker, channel].append((line.opcode, line.offset))
-    for (worker, number), channel in known.items():
-        ports, source = (*channel.sources, *channel.targets), channel.sources[0].worker
-        if any(known.get((port.worker, number)) != channel for port in ports):
-            return False
-        if channel.kind in _UNEVEN and _where(lines[worker, number], ports) != _where(lines[source, number], ports):
-            return False
-    return True
+            for number in (*line.takes, *line.gives):
+                used[program.worker, number].append((line.opcode, line.offset))
+    uneven = [channel for channel in known.values() if channel.kind in _UNEVEN]
+    of_firsts = {_what(channel) for channel in uneven if all(port.worker in firsts for port in _ports(channel))}
+    return (
+        all(known.get((port.worker, n)) == channel for (_, n), channel in known.items() for port in _ports(channel))
+        and all(worker in [port.worker for port in _ports(channel)] for (worker, _), channel in known.items())
+        and all(_what(channel) in of_firsts for channel in uneven if _stages(channel) > 1)
+        and all(
+            _where(used[channel.sources[0].worker, channel.id], channel)
+            == _where(used[port.worker, channel.id], channel)
+            for channel in uneven
+            for port in channel.targets
+        )
+    )
 
 
-def _where(lines: Sequence[tuple[str, int]], ports: Sequence[Port]) -> list[tuple[str, int]]:
-    """Lines by opcode, and by offset as well if the ports of their channel are of one stage."""
-    alike = len({port.stage for port in ports}) == 1
-    return [(opcode, offset * alike) for opcode, offset in lines]
+def _ports(channel: Channel) -> tuple[Port, ...]:
+    return (*channel.sources, *channel.targets)
+
+
+def _stages(channel: Channel) -> int:
+    """How many stages a channel joins."""
+    return len({port.stage for port in _ports(channel)})
+
+
+def _what(channel: Channel) -> tuple[object, ...]:
+    return channel.kind, channel.slots, channel.sources[0].stage, channel.targets[0].stage
+
+
+def _where(lines: Sequence[tuple[str, int]], channel: Channel) -> list[tuple[str, int]]:
+    """The lines that use a channel: their opcodes, and their offsets within a stage."""
+    within = _stages(channel) == 1
+    return [(opcode, offset if within else 0) for opcode, offset in lines]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from roundelay.errors import PlanError
+from roundelay.errors import RoundelayError
 from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Program
 from roundelay.ir.transports import TRANSPORTS
-from roundelay.lower.alike_holders import one_of_each, with_holders
+from roundelay.lower.alike_holders import first_holders, one_of_each
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
@@ -70,10 +70,9 @@ def _prove(plan: Plan) -> None:
     programs = emit(reading)
     alike = one_of_each(reading, programs)
     if alike is not None and len(alike) < len(programs):
-        fewer = with_holders(plan, 1)
         try:
-            return _prove_programs(read(fewer), alike)
-        except PlanError:  # among all workers it is named as it is
+            return _prove_programs(read(first_holders(plan)), alike)
+        except RoundelayError:  # it is told of all workers, by their own numbers
             pass
     _prove_programs(reading, programs)
 

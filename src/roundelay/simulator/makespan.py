@@ -21,7 +21,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction, Program
-from roundelay.lower.alike_holders import with_holders
+from roundelay.lower.alike_holders import first_holders
 from roundelay.lower.channels import REGISTERS
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
@@ -48,7 +48,7 @@ def makespan_s(plan: Plan, micro_batches: Sequence[MicroBatch]) -> float:
 
 
 def _in_step(plan: Plan, reading: Reading, micro_batches: Sequence[MicroBatch]) -> float:
-    first = read(with_holders(plan, 1)) if reading.mesh.size > 1 else reading
+    first = read(first_holders(plan)) if reading.mesh.size > 1 else reading
     holders = _Holders(plan, first, emit(first), micro_batches)
     holders.run()
     return max(max(times) for times in holders.free)

@@ -92,7 +92,7 @@ class Clock:
         ordered = list(self.channels.values())
         self.bytes = message_bytes(structure, ordered)
         sizes = plan.grid.sizes
-        each = [exchange_s(plan, exchange, sizes[exchange.axis]) for exchange in plan.exchanges]
+        each = [exchange_s(plan, exchange, sizes.get(exchange.axis, 1)) for exchange in plan.exchanges]
         self.exchange_s = {number: each[i] for number, i in exchange_numbers(structure, ordered).items()}
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
