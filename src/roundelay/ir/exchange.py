@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
@@ -171,34 +171,11 @@ class ExchangePlan:
         """
         if not self.phases:  # each but the last sends a partial sum, and each but one the total
             return [self.num_bytes * (position + 1 < holders), self.num_bytes * (position + 2 != holders)]
-        return _bytes_sent(self.phases, self.dtypes, self.shapes, holders, position)
-
-
-@lru_cache(maxsize=4096)
-def most_sent(
-    phases: tuple[Phase, ...], dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], holders: int
-) -> tuple[int, ...]:
-    """Bytes that the holder which sends most sends in each phase.
-
-    Args:
-        phases: of the exchange.
-        dtypes: of the tensors that are exchanged together.
-        shapes: of each of them.
-        holders: how many take part.
-    """
-    each = [_bytes_sent(phases, dtypes, shapes, holders, position) for position in range(holders)]
-    return tuple(map(max, zip(*each, strict=True)))
-
-
-def _bytes_sent(
-    phases: Sequence[Phase], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], holders: int, position: int
-) -> list[int]:
-    """Bytes that one holder sends in each phase."""
-    each = [
-        [size * count for count in elements_sent(phases, shape, holders, position)]
-        for size, shape in zip(map(itemsize, dtypes), shapes, strict=True)
-    ]
-    return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(phases)
+        each = [
+            [size * count for count in elements_sent(self.phases, shape, holders, position)]
+            for size, shape in zip(map(itemsize, self.dtypes), self.shapes, strict=True)
+        ]
+        return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(self.phases)
 
 
 @cache

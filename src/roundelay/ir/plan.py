@@ -284,11 +284,8 @@ class Plan:
     @property
     def worker_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each worker the numbers of the stages that it runs."""
-        found: list[list[int]] = [[] for _ in self.workers]
-        for stage in range(self.num_stages):
-            for worker in dict.fromkeys(self.holders(stage)):
-                found[worker].append(stage)
-        return tuple(map(tuple, found))
+        holders = [self.holders(stage) for stage in range(self.num_stages)]
+        return tuple([tuple([k for k, own in enumerate(holders) if w in own]) for w in range(self.num_workers)])
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -71,7 +71,8 @@ class _Channels:
 
     def add_exchanges(self) -> None:
         """Add the channels of what the holders of a stage exchange or hand on."""
-        plan, ports, groups = self.reading.plan, self.ports, groups_of(self.reading)
+        plan, ports = self.reading.plan, self.ports
+        groups = {axis: self.reading.mesh.groups(axis) for axis in {e.axis for e in plan.exchanges if e.phases}}
         for exchange in plan.exchanges:
             kind: ChannelKind = exchange.kind  # type: ignore[assignment]
             phases, own = exchange.phases, ports[exchange.stage]
@@ -170,24 +171,9 @@ def _sharing(reading: Reading, stage: int, order: Sequence[int]) -> Iterator[lis
         yield [holder for holder in order[:-1] if fresh[holder] is kind]
 
 
-def groups_of(reading: Reading) -> dict[str, list[list[int]]]:
-    """By axis along which something is exchanged, the holders that exchange among each other."""
-    return {axis: reading.mesh.groups(axis) for axis in {e.axis for e in reading.plan.exchanges if e.phases}}
-
-
-def exchange_numbers(reading: Reading, channels: Iterable[Channel]) -> dict[int, int]:
-    """By channel that is an exchange, which of the plan's exchanges it is.
-
-    Args:
-        reading: of the plan.
-        channels: all of its channels, in the order of their numbers.
-    """
-    groups = groups_of(reading)
-    numbers = [i for i, e in enumerate(reading.plan.exchanges) if e.phases for _ in groups[e.axis]]
-    return dict(zip([channel.id for channel in channels if channel.phases], numbers, strict=True))
-
-
 def exchanges_of(reading: Reading) -> dict[int, ExchangePlan]:
     """What is exchanged on each channel that is an exchange."""
-    numbers = exchange_numbers(reading, channels_of(reading))
-    return {channel: reading.plan.exchanges[i] for channel, i in numbers.items()}
+    plan = reading.plan
+    channels = [channel for channel in channels_of(reading) if channel.phases]
+    planned = [exchange for exchange in plan.exchanges if exchange.phases for _ in reading.mesh.groups(exchange.axis)]
+    return {channel.id: exchange for channel, exchange in zip(channels, planned, strict=True)}

@@ -65,14 +65,9 @@ def reader_chains(graph: Graph) -> list[ReaderChain]:
 
 def hops(graph: Graph) -> list[Hop]:
     """Return every hop of every chain, in the order of :func:`reader_chains`."""
-    return hops_of(graph, reader_chains(graph))
-
-
-def hops_of(graph: Graph, chains: Iterable[ReaderChain]) -> list[Hop]:
-    """Return every hop of these chains."""
     return [
         Hop(chain.name, max(source, 0), target, has_gradient(graph, chain.name))
-        for chain in chains
+        for chain in reader_chains(graph)
         for source, target in pairwise(chain.positions)
     ]
 

@@ -358,20 +358,9 @@ def _in_parts(
     ]
     if whole.opcode == "backward":
         spans, between, needed, made = spans[::-1], between[::-1], needed[::-1], made[::-1]
-    what = whole.reads, whole.weights, whole.distance, whole.mode, whole.of
-    ends_at = len(spans) - 1
-    parts = [
-        Instruction(
-            whole.opcode,
-            whole.stage,
-            whole.offset,
-            whole.takes if i == 0 else (),
-            whole.gives if i == ends_at else (),
-            *what,
-            span,
-        )
-        for i, span in enumerate(spans)
-    ]
+    what, how = (whole.opcode, whole.stage, whole.offset), (whole.reads, whole.weights, whole.distance, whole.mode)
+    parts = [Instruction(*what, (), (), *how, segments=span) for span in spans]
+    parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
     lines, behind = [*needed[0]], list[Instruction]()
     for boxed, part, ahead, scattered in zip([[], *between], parts, [*needed[1:], []], made, strict=True):
         lines += [*boxed, *_with("box", ahead), part, *_with("box", scattered), *behind, *_with("unbox", ahead)]

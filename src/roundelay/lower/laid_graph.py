@@ -11,7 +11,6 @@ from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
 from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import P, Signature, Split, local_shape
-from roundelay.lower.dataflow import ReaderChain, reader_chains
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,6 @@ class LaidGraph:
     def states(self) -> dict[str, Split]:
         """How the optimizer's states of parameters are split over replicas."""
         return {name: residence.state for name, residence in self.residences.items()}
-
-    @cached_property
-    def readers(self) -> list[ReaderChain]:
-        """Where each value is read."""
-        return reader_chains(self.graph)
 
     @property
     def on_mesh(self) -> bool:

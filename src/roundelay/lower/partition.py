@@ -15,13 +15,12 @@ Rules, each with its reason:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
-from roundelay.lower.dataflow import Hop, ReaderChain, hops_of, reader_chains
+from roundelay.lower.dataflow import Hop, hops, reader_chains
 from roundelay.lower.recompute_selection import RecomputeRange, nothing_to_recompute, recompute_ranges
 
 
@@ -34,12 +33,7 @@ class _Span(NamedTuple):
     recomputed: bool = False
 
 
-def partition(
-    graph: Graph,
-    stages: Sequence[Sequence[str]],
-    recompute: Sequence[str] = (),
-    readers: Sequence[ReaderChain] | None = None,
-) -> Partition:
+def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence[str] = ()) -> Partition:
     """Cut ``graph`` into stages.
 
     Args:
@@ -47,7 +41,6 @@ def partition(
         stages: for each stage the names of the operations that end its segments, in order. The very last name
             must be the graph's last operation.
         recompute: names of modules that backwards recompute; see :mod:`roundelay.lower.recompute_selection`.
-        readers: :func:`roundelay.lower.dataflow.reader_chains` of the graph, if they are known.
 
     Raises:
         PlanError: a name is unknown, out of order, or not a legal cut; or a module cannot be recomputed.
@@ -57,14 +50,13 @@ def partition(
     spans = _cut_at_recomputed(graph, _spans(graph, stages), recompute)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)
-    readers = reader_chains(graph) if readers is None else readers
-    passed = _passed(_chains(graph, [*spans, loss], readers))
-    edges = _edges(graph, spans, len(stages), readers)
+    chains = _chains(graph, [*spans, loss])
+    edges = _edges(graph, spans, len(stages))
     return Partition(
         tuple(
             StageSpec(
                 stage=k,
-                segments=tuple([_segment(graph, span, owners, passed) for span in spans if span.stage == k]),
+                segments=tuple(_segment(graph, span, owners, chains) for span in spans if span.stage == k),
                 loss_reads=(*graph.outputs, *graph.batch) if k == loss.stage else (),
                 sends=tuple(edge for edge in edges if edge.source == k),
                 receives=tuple(edge for edge in edges if edge.target == k),
@@ -151,7 +143,7 @@ def _owners(graph: Graph, spans: Sequence[_Span]) -> dict[str, _Span]:
     return owners
 
 
-def _chains(graph: Graph, spans: Sequence[_Span], readers: Sequence[ReaderChain]) -> dict[str, list[_Span]]:
+def _chains(graph: Graph, spans: Sequence[_Span]) -> dict[str, list[_Span]]:
     """Return, for every value that is read outside of its segment, the segment that produces it, then its readers.
 
     Stage 0 produces inputs and batch tensors before its first segment, at the empty span (0, 0, 0). The loss, the last
@@ -159,25 +151,15 @@ def _chains(graph: Graph, spans: Sequence[_Span], readers: Sequence[ReaderChain]
     """
     at = {-1: _Span(0, 0, 0), len(graph.ops): spans[-1]}
     at |= {i: span for span in spans for i in range(span.start, span.stop)}
-    chains = {chain.name: list(dict.fromkeys(at[i] for i in chain.positions)) for chain in readers}
+    chains = {chain.name: list(dict.fromkeys(at[i] for i in chain.positions)) for chain in reader_chains(graph)}
     return {name: chain for name, chain in chains.items() if len(chain) > 1}
 
 
-def _passed(chains: dict[str, list[_Span]]) -> dict[_Span, tuple[list[str], list[str]]]:
-    """For each segment the names of the values that it reads from others, and of those that others read from it."""
-    passed: dict[_Span, tuple[list[str], list[str]]] = {}
-    for name, chain in chains.items():
-        for here, there in pairwise(chain):
-            passed.setdefault(here, ([], []))[1].append(name)
-            passed.setdefault(there, ([], []))[0].append(name)
-    return passed
-
-
-def _edges(graph: Graph, spans: Sequence[_Span], num_stages: int, readers: Sequence[ReaderChain]) -> tuple[Edge, ...]:
+def _edges(graph: Graph, spans: Sequence[_Span], num_stages: int) -> tuple[Edge, ...]:
     stage_of = {i: span.stage for span in spans for i in range(span.start, span.stop)}
     stage_of[len(graph.ops)] = num_stages - 1
     sent: dict[tuple[int, int], list[Hop]] = {(k, k + 1): [] for k in range(num_stages - 1)}
-    for hop in hops_of(graph, readers):
+    for hop in hops(graph):
         if stage_of[hop.source] != stage_of[hop.target]:
             sent.setdefault((stage_of[hop.source], stage_of[hop.target]), []).append(hop)
     return tuple(
@@ -186,17 +168,14 @@ def _edges(graph: Graph, spans: Sequence[_Span], num_stages: int, readers: Seque
     )
 
 
-def _segment(
-    graph: Graph, span: _Span, owners: dict[str, _Span], passed: dict[_Span, tuple[list[str], list[str]]]
-) -> SegmentSpec:
+def _segment(graph: Graph, span: _Span, owners: dict[str, _Span], chains: dict[str, list[_Span]]) -> SegmentSpec:
     ops = graph.ops[span.start : span.stop]
-    inputs, outputs = passed.get(span, ((), ()))
     names = dict.fromkeys(name for op in ops for name in op.parameters if owners[name] == span)
     return SegmentSpec(
         start=span.start,
         stop=span.stop,
         parameters=tuple(names),
         buffers=tuple(dict.fromkeys(name for op in ops for name in op.buffers)),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        inputs=tuple(name for name, chain in chains.items() if span in chain[1:]),
+        outputs=tuple(name for name, chain in chains.items() if span in chain[:-1]),
     )

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from roundelay.ir.program import STATES, SUMS, Channel, Instruction, Program
-from roundelay.lower.channels import channels_of, exchange_numbers, exchanges_of
+from roundelay.ir.program import STATES, SUMS, Instruction, Program
+from roundelay.lower.channels import channels_of, exchanges_of
 from roundelay.lower.reading import Reading
 
 
-def message_bytes(reading: Reading, channels: Sequence[Channel]) -> dict[int, int]:
-    """By channel the bytes of a message, or of what an exchange leaves.
-
-    Args:
-        reading: of the plan.
-        channels: all of its channels, in the order of their numbers.
-    """
+def message_bytes(reading: Reading) -> dict[int, int]:
+    """By channel the bytes of a message, or of what an exchange leaves."""
     plan = reading.plan
     sizes: dict[tuple[str, int, int], int] = {("data", 0, 0): plan.input_bytes}
     for edge in plan.edges:
@@ -26,19 +21,18 @@ def message_bytes(reading: Reading, channels: Sequence[Channel]) -> dict[int, in
         sizes |= {(kind, k, k): stage.parameter_bytes for kind in STATES}
     for exchange in plan.exchanges:
         sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
-    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels}
-    return found | {n: plan.exchanges[i].num_bytes for n, i in exchange_numbers(reading, channels).items()}
+    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels_of(reading)}
+    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(reading).items()}
 
 
 def given_bytes(reading: Reading) -> dict[tuple[int, int], int]:
     """By channel and worker the bytes that it sends to others each time that it gives to the channel."""
-    channels, exchanges = channels_of(reading), exchanges_of(reading)
-    sizes = message_bytes(reading, channels)
+    sizes, exchanges = message_bytes(reading), exchanges_of(reading)
     return {
         (channel.id, port.worker): sum(exchanges[channel.id].bytes_sent(len(channel.sources), position))
         if channel.phases
         else sizes[channel.id] * (not channel.read_by(port.worker))
-        for channel in channels
+        for channel in channels_of(reading)
         for position, port in enumerate(channel.sources)
     }
 

@@ -50,11 +50,8 @@ def _check_holders(reading: Reading) -> None:
     for stage, planned in enumerate(plan.stages):
         if len(planned.workers) != (count := reading.num_holders(stage)):
             raise plan.wrong_holders(stage, count)
-    places_of: list[set[tuple[int, int]]] = [set() for _ in plan.workers]
-    for stage in range(plan.num_stages):
-        for r, holder in enumerate(plan.holders(stage)):
-            places_of[holder].add((stage, r))
-    for worker, places in enumerate(places_of):
+    for worker, stages in enumerate(plan.worker_stages):
+        places = {(stage, r) for stage in stages for r, holder in enumerate(plan.holders(stage)) if holder == worker}
         if len({r for _, r in places}) > 1:
             raise PlanError(
                 f"workers of the plan's stages: {plan.workers[worker].name}",
@@ -91,18 +88,17 @@ def _check_exchange_kinds(reading: Reading) -> None:
             expected=", ".join(f"{kind} of stage {stage} by {every}" for stage, kind in due) or "none: one replica",
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
-    axes, scatter, gather = plan.grid.sizes, reduce_scatter(), all_gather()
+    axes = plan.grid.sizes
     for i, exchange in enumerate(plan.exchanges):
         phases = exchange.phases
         known = exchange.kind in EXCHANGES and exchange.axis in axes and exchange.stage < plan.num_stages
-        summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == scatter)
-        summed = summed and (exchange.kind != GRADIENT_PARTS or phases == scatter)
-        summed = summed and (exchange.kind not in USED or phases == gather)
+        summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
+        summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
+        summed = summed and (exchange.kind not in USED or phases == all_gather())
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
-            by_text = ", ".join(map(str, phases))
             raise PlanError(
                 f"exchanges[{i}] of the plan",
-                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {by_text}, "
+                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(map(str, phases))}, "
                 f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
                 expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
                 + ", ".join(map(str, all_reduce()))

@@ -27,7 +27,7 @@ from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.planner.mesh_signatures import residences_of, tensor_parallel, without_residences
+from roundelay.planner.mesh_signatures import ModelOnMesh, residences_of, tensor_parallel, without_residences
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
@@ -202,25 +202,16 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners))
     laid, notices = laid_graph(source, draft), draft_of.notices
     if level := zero_of(choices):
-        draft, left_whole = _with_states(source, laid, draft, level)
+        key, whole, lies = ("states", laid_by(draft), level), draft, laid
+        split, left_whole = source.memo.of(key, lambda: split_states(source, lies, whole, level))
+        draft = replace(draft, states=split.states, sharded=split.sharded)
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
-    key = "stages", laid_by(draft), chosen.stages, draft.recompute
-    ends, stages = source.memo.of(key, lambda: _cut_up(laid, chosen.stages, draft.recompute))
+    by = "stages", laid_by(draft), chosen.stages, draft.recompute
+    ends, stages = source.memo.of(by, lambda: _cut_up(laid, chosen.stages, draft.recompute))
     names = [[draft.workers[worker].name for worker in own] for own in owners]
     draft = replace(draft, stages=_unmeasured(ends, names))
     plan = with_messages(draft, laid, stages)
     return Candidate(plan, laid, stages, notices, chosen.reasons, draft_of.warnings)
-
-
-def _with_states(source: Source, laid: LaidGraph, plan: Plan, level: int) -> tuple[Plan, tuple[str, ...]]:
-    """What :func:`split_states` makes."""
-
-    def split() -> tuple[Any, ...]:
-        made, left_whole = split_states(source, laid, plan, level)
-        return made.states, made.sharded, left_whole
-
-    states, sharded, left_whole = source.memo.of(("states", laid_by(plan), level), split)
-    return replace(plan, states=states, sharded=sharded), left_whole
 
 
 def _cut_up(laid: LaidGraph, chosen: Stages, recompute: Sequence[str]) -> tuple[Stages, Partition]:
@@ -229,20 +220,20 @@ def _cut_up(laid: LaidGraph, chosen: Stages, recompute: Sequence[str]) -> tuple[
     ends = in_segments(laid.graph, chosen, apart) if apart else chosen
     if laid.on_mesh:
         ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))
-    return ends, partition(laid.graph, ends, recompute, laid.readers)
+    return ends, partition(laid.graph, ends, recompute)
 
 
 def laid_graph(source: Source, plan: Plan) -> LaidGraph:
     """The model on a plan's mesh."""
     check_mesh(read(plan))
 
-    def on_mesh() -> LaidGraph:
-        laid = without_residences(source.mesh_facts(), plan, source.written_out)
-        return LaidGraph(source.graph) if laid is None else laid.graph
+    def on_mesh() -> ModelOnMesh | None:
+        return without_residences(source.mesh_facts(), plan, source.written_out)
 
     def with_residences() -> LaidGraph:
         laid = source.memo.of(on_mesh_by(plan), on_mesh)
-        return replace(laid, residences=residences_of(plan, laid.graph, laid.gradients))
+        graph = LaidGraph(source.graph) if laid is None else laid.graph
+        return replace(graph, residences=residences_of(plan, graph.graph, graph.gradients))
 
     return source.memo.of(laid_by(plan), with_residences)
 

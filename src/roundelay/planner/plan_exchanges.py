@@ -113,15 +113,19 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
     ]:
         of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
         exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
-    alike, shards = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else [], plan.grid.shards
+    alike = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else []
     for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
-        parts = [(one.dtype, one.shape, laid.states[one.name]) for one in laid.tensors(own)]
-        if kind in USED:
-            casts = [laid.residences[name].cast for name in own]
-            parts = [(cast or dtype, *lies) for cast, (dtype, *lies) in zip(casts, parts, strict=True)]
-        dtypes, rows = _rows(tuple(parts), shards)
+        dtypes, rows = _rows(
+            tuple(
+                [
+                    ((kind in USED and laid.residences[one.name].cast) or one.dtype, one.shape, laid.states[one.name])
+                    for one in laid.tensors(own)
+                ]
+            ),
+            plan.grid.shards,
+        )
         copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(
             stage=spec.stage,

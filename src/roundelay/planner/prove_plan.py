@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from roundelay.errors import RoundelayError
 from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.program import Program
 from roundelay.ir.transports import TRANSPORTS
-from roundelay.lower.alike_holders import first_holders, one_of_each
+from roundelay.lower.alike_holders import first_holders, run_alike
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
@@ -68,12 +67,12 @@ def _without_times(plan: Plan) -> Plan:
 def _prove(plan: Plan) -> None:
     reading = read(plan)
     programs = emit(reading)
-    alike = one_of_each(reading, programs)
-    if alike is not None and len(alike) < len(programs):
-        try:
-            return _prove_programs(read(first_holders(plan)), alike)
-        except RoundelayError:  # it is told of all workers, by their own numbers
-            pass
+    if reading.form is None and reading.mesh.size > 1:
+        first = read(first_holders(plan))
+        firsts = emit(first)
+        if run_alike(programs, firsts):
+            _prove_programs(first, firsts)
+            return
     _prove_programs(reading, programs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, final
+from typing import Any, Literal, Protocol, TypeVar
 
 from roundelay.cores import threads_each
 from roundelay.ir.device_names import CPU
@@ -38,20 +38,16 @@ MOST_MADE = 2048
 """Of so many results of a source the oldest are forgotten."""
 
 
-@final
-class Memo:
+class Memo(dict[Hashable, Any]):
     """What was made of a source, by all that it depends on beside it."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
 
     def of(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """What was made under this key before, or is made now."""
-        if key not in self._made:
-            self._made[key] = make()
-            if len(self._made) > MOST_MADE:
-                del self._made[next(iter(self._made))]
-        made: _Made = self._made[key]
+        if key not in self:
+            self[key] = make()
+            if len(self) > MOST_MADE:
+                del self[next(iter(self))]
+        made: _Made = self[key]
         return made
 
 

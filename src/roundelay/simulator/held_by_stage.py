@@ -142,13 +142,11 @@ class _HeldByStage:
 
     def _changes(self, interval: Interval) -> bool:
         """Whether it adds or drops something, beside what follows from its version."""
-        opcode, read = interval.opcode, (interval.version, interval.distance)
-        if interval.distance and self._predicted.get(opcode) != read:
-            return True
+        opcode, read = interval.opcode, (interval.reads, interval.distance)
         if opcode == "forward":
-            held = self.tapes.get(interval.g), self._oldest
-            return held != ((interval.reads, interval.distance), interval.keep)
-        return interval.g in self.tapes if opcode == "backward" else opcode not in _IDLE
+            return (self.tapes.get(interval.g), self._oldest) != (read, interval.keep) or interval.distance > 0
+        changes = interval.g in self.tapes if opcode == "backward" else opcode not in _IDLE
+        return changes or interval.distance > 0
 
     def begin(self, interval: Interval) -> None:
         """Add the tape of a forward, and count the versions held during the instruction."""

@@ -15,13 +15,13 @@ from functools import partial
 from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
-from roundelay.ir.exchange import ExchangePlan, most_sent
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import OPCODES, Instruction, Program
-from roundelay.lower.channels import exchange_numbers
+from roundelay.ir.program import OPCODES, Channel, Instruction, Program
+from roundelay.lower.channels import exchanges_of
 from roundelay.lower.priced_bytes import message_bytes
-from roundelay.lower.reading import Reading, read
+from roundelay.lower.reading import read
 from roundelay.simulator.held_by_stage import peaks
 from roundelay.simulator.simulation_result import Interval, Simulation, WorkerReport
 
@@ -29,17 +29,12 @@ Vary = Callable[[int, Run, float], float]
 """From a worker, an instruction and its predicted seconds to the seconds that it takes."""
 
 
-def unvaried(worker: int, run: Run, seconds: float) -> float:
-    """The predicted seconds."""
-    return seconds
-
-
 def simulate(
     plan: Plan,
     programs: Sequence[Program],
     micro_batches: Sequence[MicroBatch],
     in_flight: Sequence[Mapping[int, int]] | None = None,
-    vary: Vary = unvaried,
+    vary: Vary = lambda worker, run, seconds: seconds,
 ) -> Simulation:
     """Run ``programs`` on a virtual clock.
 
@@ -56,44 +51,30 @@ def simulate(
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
-    clock = Clock(plan, read(plan), programs, micro_batches, in_flight or [None] * len(programs), vary)
+    clock = Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
     clock.run()
     return clock.report()
 
 
 class Clock:
-    """The virtual clock: a heap of (time, order, worker, event).
-
-    Args:
-        plan: that has the times.
-        structure: of the plan that has the holders of the programs.
-        programs: one per worker.
-        micro_batches: headers of the micro-batches to run.
-        in_flight: as :func:`simulate`.
-        vary: as :func:`simulate`.
-    """
+    """The virtual clock: a heap of (time, order, worker, event)."""
 
     def __init__(
         self,
         plan: Plan,
-        structure: Reading,
         programs: Sequence[Program],
         micro_batches: Sequence[MicroBatch],
         in_flight: Sequence[Mapping[int, int] | None],
-        vary: Vary = unvaried,
+        vary: Vary,
     ) -> None:
         self.plan, self.vary = plan, vary
         every = {header.g: header for header in micro_batches}
         self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
         first = micro_batches[0]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
-        found = {c.id: c for program in programs for c in program.channels}
-        self.channels = {number: found[number] for number in sorted(found)}
-        ordered = list(self.channels.values())
-        self.bytes = message_bytes(structure, ordered)
-        sizes = plan.grid.sizes
-        each = [exchange_s(plan, exchange, sizes.get(exchange.axis, 1)) for exchange in plan.exchanges]
-        self.exchange_s = {number: each[i] for number, i in exchange_numbers(structure, ordered).items()}
+        self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
+        self.bytes = message_bytes(read(plan))
+        self.exchange_s = _exchange_seconds(plan, self.channels)
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
         self.machines = [
@@ -104,7 +85,8 @@ class Clock:
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.num_pushed = 0
-        self.ended: list[tuple[int, Run, int, float, float]] = []  # worker, batch, start and end of each
+        self.intervals: list[Interval] = []
+        self.events: list[list[str]] = [[] for _ in programs]
         self.link_free: dict[int, float] = {}  # by channel
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
@@ -138,32 +120,34 @@ class Clock:
                 remedy="Raise `slots` of the edges that are waited for.",
             )
 
-    def push(self, at: float, worker: int, event: Callable[[], None]) -> None:
-        """Schedule an event of ``worker``."""
+    def push(self, delay: float, worker: int, event: Callable[[], None]) -> None:
+        """Schedule an event of ``worker``, ``delay`` seconds from now."""
         self.num_pushed += 1
-        heapq.heappush(self.heap, (at, self.num_pushed, worker, event))
+        heapq.heappush(self.heap, (self.now + delay, self.num_pushed, worker, event))
 
     def fire(self, worker: int) -> None:
         """Start the next instruction of the worker if it can run now, and schedule its end."""
         run = self.machines[worker].fire()
         if run is None:
             return
+        own, loads = self.machines[worker].program, run.instruction.opcode in ("read", "deal") and not run.takes
+        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(own, run.instruction))
         for channel, _ in run.gives:
             self.count(channel, self.consumer(channel, worker, run.g), 1)
+        self.events[worker].append(str(run))
         if run.header is not None:
             self.headers[worker][run.g] = run.header  # as a message of this micro-batch carries it
-        self.begin(worker, run)
-
-    def begin(self, worker: int, run: Run) -> None:
-        """Schedule the end of an instruction that starts now."""
-        loads = run.instruction.opcode in ("read", "deal") and not run.takes
-        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
-        self.push(self.now + seconds, worker, partial(self.finish, worker, run, self.now))
+        self.push(seconds, worker, partial(self.finish, worker, run, self.now))
 
     def finish(self, worker: int, run: Run, start_s: float) -> None:
         """End an instruction: send its messages and grants; those within the worker arrive at once."""
-        header = self.header(worker, run)
-        self.ended.append((worker, run, header.batch, start_s, self.now))
+        header, line = self.header(worker, run), run.instruction
+        entry = run.header.entry if run.header is not None else 0
+        weights = run.version, run.reads, run.keep, run.distance, entry
+        what = line.of, line.continues, line.takes, line.gives
+        self.intervals.append(
+            Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, self.now, header.batch, *what)
+        )
         self.machines[worker].finish(header if run.instruction.opcode in ("read", "deal") else None)
         for number, _ in run.gives:
             if self.channels[number].phases:
@@ -175,7 +159,7 @@ class Clock:
             channel = self.channels[number]
             producer = worker if channel.phases else channel.refilled_by(run.g).worker
             grant_s = 0.0 if producer == worker else self.plan.latency_s
-            self.push(self.now + grant_s, producer, partial(self.machines[producer].grant, number, worker))
+            self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
 
     def header(self, worker: int, run: Run) -> MicroBatch:
         """The header that goes with an instruction's messages; those of a stage's state tell its updates."""
@@ -188,8 +172,7 @@ class Clock:
         """Let a message arrive."""
         consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
-        at = self.now if consumer == worker else self.arrival(number, self.bytes[number], self.now)
-        self.push(at, consumer, arrive)
+        self.push(0.0 if consumer == worker else self.transfer_s(number, self.bytes[number]), consumer, arrive)
 
     def box(self, number: int, header: MicroBatch) -> None:
         """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
@@ -200,7 +183,7 @@ class Clock:
             for port in holders:
                 known = self.headers[port.worker][header.g]
                 arrive = partial(self.machines[port.worker].arrive, number, known)
-                self.push(self.now + self.exchange_s[number], port.worker, arrive)
+                self.push(self.exchange_s[number], port.worker, arrive)
 
     def consumer(self, number: int, worker: int, g: int) -> int:
         """The worker that gets what this one gives of a micro-batch: in an exchange itself."""
@@ -212,11 +195,11 @@ class Clock:
         self.on_way[key] = self.on_way.get(key, 0) + change
         self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
 
-    def arrival(self, link: int, num_bytes: int, now: float) -> float:
-        """Return when a message sent now arrives; messages of one link are sent one by one."""
-        start = max(now, self.link_free.get(link, 0.0))
+    def transfer_s(self, link: int, num_bytes: int) -> float:
+        """Return the seconds until a message sent now arrives; messages of one link are sent one by one."""
+        start = max(self.now, self.link_free.get(link, 0.0))
         self.link_free[link] = start + num_bytes / self.plan.bytes_per_s
-        return now + (self.link_free[link] + self.plan.latency_s - now)
+        return self.link_free[link] + self.plan.latency_s - self.now
 
     def load_s(self, worker: int, g: int) -> float:
         """Return the seconds until the micro-batch to be read now is in a register."""
@@ -231,40 +214,31 @@ class Clock:
         batch_s = self.plan.read_s * header.count * self.plan.replicas
         return reader.request(header.batch, batch_s, self.now) - self.now
 
-    def compute_s(self, worker: int, run: Run) -> float:
-        """Return the predicted seconds of an instruction that computes."""
-        return self.seconds_of(self.machines[worker].program, run.instruction)
-
-    def seconds_of(self, program: Program, line: Instruction) -> float:
-        """Return the predicted seconds of a line of a worker's program."""
-        stage, opcode = self.plan.stages[line.stage], line.opcode
-        if opcode == "forward":
+    def compute_s(self, program: Program, line: Instruction) -> float:
+        """Return the predicted seconds of a line of a program that computes."""
+        stage, recompute = self.plan.stages[line.stage], line.mode == "recompute"
+        if line.opcode == "forward":
             seconds = stage.forward_s
-        elif opcode == "backward":
-            recompute_s = stage.forward_s if line.mode == "recompute" else 0.0
-            seconds = stage.backward_s + recompute_s + (0.0 if program.owed else stage.weights_s)
-        elif opcode == "backward-weight":
-            seconds = stage.weights_s
-        elif opcode == "update":
-            seconds = stage.update_s
+        elif line.opcode == "backward":
+            weights_s = 0.0 if program.owed else stage.weights_s
+            seconds = stage.backward_s + (stage.forward_s if recompute else 0.0) + weights_s
+        elif line.opcode in ("backward-weight", "update"):
+            seconds = stage.weights_s if line.opcode == "backward-weight" else stage.update_s
         else:  # which takes next to nothing
             return 0.0
-        return seconds / self.parts[program.worker, line.stage, opcode]  # which are taken to be equal
+        return seconds / self.parts[program.worker, line.stage, line.opcode]  # which are taken to be equal
 
     def report(self) -> Simulation:
         """Return the simulated run."""
-        intervals = [_interval(*one) for one in self.ended]
-        own: list[list[Interval]] = [[] for _ in self.machines]
-        runs: list[list[Run]] = [[] for _ in self.machines]
-        for interval, (worker, run, *_) in zip(intervals, self.ended, strict=True):
-            own[worker].append(interval)
-            runs[worker].append(run)
-        ordered = tuple(sorted(intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
+        own: dict[int, list[Interval]] = {machine.program.worker: [] for machine in self.machines}
+        for interval in self.intervals:
+            own[interval.worker].append(interval)
+        ordered = tuple(sorted(self.intervals, key=lambda i: i.start_s))  # stable: keeps each worker's order
         return Simulation(
             makespan_s=max(interval.end_s for interval in ordered),
             intervals=ordered,
-            runs=tuple(map(tuple, runs)),
-            workers=tuple([self._worker(machine.program, own[machine.program.worker]) for machine in self.machines]),
+            events=tuple(tuple(events) for events in self.events),
+            workers=tuple(self._worker(machine.program, own[machine.program.worker]) for machine in self.machines),
             loads=tuple(load for reader in self.readers.values() for load in reader.loads if self.plan.read_s),
         )
 
@@ -289,15 +263,12 @@ class Clock:
         )
 
 
-def _interval(worker: int, run: Run, batch: int, start_s: float, end_s: float) -> Interval:
-    line = run.instruction
-    entry = run.header.entry if run.header is not None else 0
-    weights = run.version, run.reads, run.keep, run.distance, entry
-    what = line.of, line.continues, line.takes, line.gives
-    return Interval(worker, run.stage, line.opcode, run.g, *weights, start_s, end_s, batch, *what)
+def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
+    exchanges = exchanges_of(read(plan)).items()
+    return {number: exchange_s(plan, exchange, len(channels[number].sources)) for number, exchange in exchanges}
 
 
 def exchange_s(plan: Plan, exchange: ExchangePlan, holders: int) -> float:
     """Seconds of an exchange: in each phase the holder that sends most sets the time."""
-    most = most_sent(exchange.phases, exchange.dtypes, exchange.shapes, holders) if exchange.phases else ()
-    return sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
+    most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
+    return float(sum(plan.latency_s + sent / plan.bytes_per_s for sent in most))

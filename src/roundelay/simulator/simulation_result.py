@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
-from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import Load
 from roundelay.observe.trace import Span
 
@@ -65,21 +63,21 @@ class WorkerReport:
     unread_bytes_peak: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """A simulated run.
 
     Args:
         makespan_s: seconds from the first event to the last.
         intervals: every instruction, ordered by start.
-        runs: for each worker, its fired instructions, in order.
+        events: for each worker, its fired instructions as text, in order.
         workers: one report for each worker.
         loads: every batch that a reader loaded, in order; empty if loading takes no time.
     """
 
     makespan_s: float
     intervals: tuple[Interval, ...]
-    runs: tuple[tuple[Run, ...], ...]
+    events: tuple[tuple[str, ...], ...]
     workers: tuple[WorkerReport, ...]
     loads: tuple[Load, ...]
 
@@ -88,11 +86,6 @@ class Simulation:
             f"Simulation(makespan_s={self.makespan_s:.6g}, bubble={self.bubble:.3f}, workers={len(self.workers)}, "
             f"intervals={len(self.intervals)})"
         )
-
-    @cached_property
-    def events(self) -> tuple[tuple[str, ...], ...]:
-        """For each worker, its fired instructions as text, in order."""
-        return tuple([tuple(map(str, own)) for own in self.runs])
 
     def intervals_of(self, worker: int) -> list[Interval]:
         """Return the instructions of one worker, in order."""
