@@ -10,9 +10,10 @@ The same machines run the same programs, and every time is the same. Three thing
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
@@ -21,6 +22,7 @@ from roundelay.ir.program import Instruction, Program
 from roundelay.lower.alike_holders import first_holders
 from roundelay.lower.channels import REGISTERS
 from roundelay.lower.emit import emit
+from roundelay.lower.priced_bytes import message_bytes
 from roundelay.lower.reading import read
 from roundelay.simulator.simulation import Clock, exchange_s, simulate
 
@@ -54,7 +56,7 @@ _Times = tuple[float, float]
 """Seconds on the first holder of a stage and on another; the same where there is one."""
 
 _Ends = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Channels that a line takes from other stages and gives to them, exchanges that it ends, and that it begins."""
+"""What a line waits for: channels, and free slots as ~channel; exchanges that it begins; channels to and from others."""
 
 _Step = tuple[float, _Ends | None]
 """A line of a program: seconds that it computes, and its channels, if it has any."""
@@ -71,18 +73,33 @@ class _Holders(Clock):
     """One or two holders of each stage, in step."""
 
     def __init__(self, plan: Plan, micro_batches: Sequence[MicroBatch]) -> None:
-        self._size, first = plan.grid.size, first_holders(plan) if plan.grid.size > 1 else plan
-        programs = emit(read(first))
-        super().__init__(first, programs, micro_batches, [None] * len(programs), lambda _, __, seconds: seconds)
-        self.plan = plan
-        self.exchange_s = _exchange_seconds(plan, programs)
+        self._size = plan.grid.size
+        self._first = read(first_holders(plan) if self._size > 1 else plan)
+        programs = emit(self._first)
+        super().__init__(plan, programs, micro_batches, [None] * len(programs), lambda _, __, seconds: seconds)
         #: by worker, when the holders are through with the last of their lines
         self.free: list[_Times] = [(0.0, 0.0)] * len(programs)
-        self._arrived: dict[int, deque[_Times]] = defaultdict(deque)
-        self._granted = {c.id: deque([(0.0, 0.0)] * c.slots) for c in self.channels.values()}
         self._registers = deque([0.0] * REGISTERS)
-        self._complete: dict[int, float] = {}  # by exchange
+        #: times of messages by channel, and of free slots by ~channel
+        self._times: dict[int, deque[_Times]] = {number: deque() for number in self.channels}
+        self._times |= {~number: deque([(0.0, 0.0)] * channel.slots) for number, channel in self.channels.items()}
         self._due = deque(range(len(programs)))  # workers whose machines may go on
+
+    @cached_property
+    def bytes(self) -> dict[int, int]:
+        """By channel the bytes of a message."""
+        return message_bytes(self._first)
+
+    @cached_property
+    def exchange_s(self) -> dict[int, float]:
+        """Seconds of each exchange of all holders, by channel of the first ones; the same for those that are alike."""
+        numbers = [number for number in sorted(self.channels) if self.channels[number].phases]
+        sizes, known, found = self.plan.grid.sizes, dict[object, float](), dict[int, float]()
+        for number, e in zip(numbers, [e for e in self.plan.exchanges if e.phases], strict=True):
+            what = e.axis, e.phases, e.dtypes, e.shapes
+            known[what] = known[what] if what in known else exchange_s(self.plan, e, sizes[e.axis])
+            found[number] = known[what]
+        return found
 
     def prepared(self, program: Program) -> Program:
         """The program with neighbouring lines as one."""
@@ -92,7 +109,7 @@ class _Holders(Clock):
             key = line.stage, line.offset, line.once_a_batch, line.opcode == "read"
             ends = _ends(line, exchanges) if line.takes or line.gives else None
             known, lines, steps = groups[-1] if groups else (None, [], [])
-            if key != known or (ends and ends[0] and any(own and own[1] for _, own in steps)):
+            if key != known or (ends and ends[3] and any(own and own[2] for _, own in steps)):
                 groups.append((key, lines := [], steps := []))
             lines.append(line)
             steps.append((self.compute_s(program, line), ends))
@@ -139,22 +156,21 @@ class _Holders(Clock):
             if ends is None:
                 first, other = first + seconds, other + seconds
                 continue
-            takes, gives, ended, begun = ends
-            waited = [self._arrived[number].popleft() for number in takes]
-            waited += [self._granted[number].popleft() for number in gives]
-            waited += [(self._complete[number],) * 2 for number in ended]
-            for one, two in waited:
+            waits, begun, gives, takes = ends
+            for number in waits:
+                one, two = self._times[number].popleft()
                 first, other = one if one > first else first, two if two > other else other
             first, other = first + seconds, other + seconds
             for number in begun:
                 if first > other and self._size > 2:
                     raise _NotInStepError
-                self._complete[number] = max(first, other) + self.exchange_s[number]
+                complete_s = max(first, other) + self.exchange_s[number]
+                self._times[number].append((complete_s, complete_s))
             for number in gives:
-                self._arrived[number].append(self._arrivals(number, worker, (first, other)))
+                self._times[number].append(self._arrivals(number, worker, (first, other)))
             for number in takes:
                 grant_s = 0.0 if self.channels[number].filled_by(worker) else self.plan.latency_s
-                self._granted[number].append((first + grant_s, other + grant_s))
+                self._times[~number].append((first + grant_s, other + grant_s))
         return first, other
 
     def _arrivals(self, number: int, worker: int, times: _Times) -> _Times:
@@ -167,28 +183,14 @@ class _Holders(Clock):
         return arrivals[0], arrivals[1]
 
 
-def _exchange_seconds(plan: Plan, programs: Sequence[Program]) -> dict[int, float]:
-    """Seconds of each exchange of all holders, by channel of the first ones; the same for those that are alike."""
-    numbers = sorted({channel.id for program in programs for channel in program.channels if channel.phases})
-    exchanges, sizes, known = [e for e in plan.exchanges if e.phases], plan.grid.sizes, dict[object, float]()
-    found = {}
-    for number, exchange in zip(numbers, exchanges, strict=True):
-        what = exchange.axis, exchange.phases, exchange.dtypes, exchange.shapes
-        if what not in known:
-            known[what] = exchange_s(plan, exchange, sizes[exchange.axis])
-        found[number] = known[what]
-    return found
-
-
 def _ends(line: Instruction, exchanges: frozenset[int]) -> _Ends:
-    takes, gives = line.takes, line.gives
-    if not exchanges.isdisjoint(takes):
-        return (), gives, takes, ()
-    return (takes, gives, (), ()) if exchanges.isdisjoint(gives) else (takes, (), (), gives)
+    begun, gives = ((), line.gives) if exchanges.isdisjoint(line.gives) else (line.gives, ())
+    takes = line.takes if exchanges.isdisjoint(line.takes) else ()
+    return (*line.takes, *[~number for number in gives]), begun, gives, takes
 
 
 def _as_one(lines: Sequence[Instruction], steps: Sequence[_Step]) -> Instruction:
     """Lines as one: to the machine the first forward, which says when the run ends, or the first of all."""
     one = next((line for line in lines if line.opcode == "forward" and line.runs_first), lines[0])
-    takes, gives = (tuple([c for _, ends in steps if ends for c in ends[i]]) for i in (0, 1))
+    gives, takes = (tuple([c for _, ends in steps if ends for c in ends[i]]) for i in (2, 3))
     return _Lines(one.opcode, one.stage, one.offset, takes, gives, of=one.of, segments=one.segments, steps=tuple(steps))

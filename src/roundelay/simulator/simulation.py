@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
@@ -73,8 +73,6 @@ class Clock:
         first = micro_batches[0]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
-        self.bytes = message_bytes(read(plan))
-        self.exchange_s = _exchange_seconds(plan, self.channels)
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
         self.machines = [
@@ -90,6 +88,18 @@ class Clock:
         self.link_free: dict[int, float] = {}  # by channel
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
+
+    @cached_property
+    def bytes(self) -> dict[int, int]:
+        """By channel the bytes of a message, or of what an exchange leaves."""
+        return message_bytes(read(self.plan))
+
+    @cached_property
+    def exchange_s(self) -> dict[int, float]:
+        """Seconds of each exchange, by channel."""
+        ordered = [self.channels[number] for number in sorted(self.channels)]
+        exchanges = exchanges_of(read(self.plan), ordered).items()
+        return {number: exchange_s(self.plan, e, len(self.channels[number].sources)) for number, e in exchanges}
 
     def prepared(self, program: Program) -> Program:
         """The program that a machine runs."""
@@ -261,11 +271,6 @@ class Clock:
             unread_peak=unread,
             unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
         )
-
-
-def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
-    exchanges = exchanges_of(read(plan)).items()
-    return {number: exchange_s(plan, exchange, len(channels[number].sources)) for number, exchange in exchanges}
 
 
 def exchange_s(plan: Plan, exchange: ExchangePlan, holders: int) -> float:
