@@ -73,7 +73,7 @@ def _shape(program: Program) -> object:
 
 
 def _what(channel: Channel) -> tuple[object, ...]:
-    return channel.kind, channel.slots, {port.stage for port in channel.sources}.pop(), channel.targets[0].stage
+    return channel.kind, channel.slots, channel.sources[0].stage, channel.targets[0].stage
 
 
 def _uneven_fit(programs: Sequence[Program], of_firsts: set[tuple[object, ...]]) -> bool:
