@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roundelay.errors import RoundelayError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import Instruction, Program
+from roundelay.ir.program import Instruction, Port, Program
 from roundelay.lower.alike_holders import first_holders, run_alike
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
@@ -44,6 +44,12 @@ def test_no_plan_without_norms_is_simulated_in_full(job: tuple[Plan, list[int]])
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(makespan, "simulate")
         makespan_s(plan, stream(counts))
+
+
+def test_a_reader_waits_for_the_registers_of_the_others() -> None:
+    """Both ways of a message take longer than two micro-batches."""
+    plan = replace(on_grid(plan_of("1f1b", 1, 6), 2, 1), latency_s=20.0)
+    assert makespan_s(plan, stream([6])) == simulate(plan, emit(read(plan)), stream([6])).makespan_s
 
 
 def test_a_first_holder_that_is_late_is_noticed() -> None:
@@ -104,6 +110,19 @@ def with_channels(program: Program, kind: str, **changes: object) -> Program:
     return replace(program, channels=tuple(channels))
 
 
+def with_sums_swapped(program: Program) -> Program:
+    """A program that sums gradients over the replicas first, and then over the mesh."""
+    first, second = (own.id for own in program.channels if own.kind == "weight-gradient")
+    other = {first: second, second: first}
+
+    def line(own: Instruction) -> Instruction:
+        takes, gives = (tuple(other.get(number, number) for number in ends) for ends in (own.takes, own.gives))
+        return replace(own, takes=takes, gives=gives)
+
+    order = sorted(program.channels, key=lambda own: other.get(own.id, own.id))
+    return replace(program, channels=tuple(order), body=tuple(map(line, program.body)))
+
+
 FAULTS = {
     "no exchange": without("box"),
     "no end of an exchange": without("unbox"),
@@ -112,7 +131,9 @@ FAULTS = {
     "data for fewer": with_lines(0, lambda i: replace(i, gives=i.gives[1:]) if i.opcode == "read" else i),
     "fewer tapes": changed(4, lambda p: replace(p, tapes=p.tapes - 1)),
     "more slots": changed(LAST, lambda p: with_channels(p, "forward", slots=3)),
-    "an exchange of fewer": changed(LAST, lambda p: with_channels(p, "boxed", phases=p.channels[0].phases)),
+    "an exchange of fewer": changed(LAST, lambda p: with_channels(p, "boxed", sources=(Port(LAST, 1),))),
+    "exchanges in another order": changed(LAST, lambda p: with_sums_swapped(p)),
+    "more slots for norms": lambda programs: [with_channels(p, "grad-norm-sq", slots=9) for p in programs],
     "another version": with_lines(LAST, lambda i: replace(i, reads="entry") if i.opcode == "forward" else i),
     "no norm": with_lines(3, lambda i: replace(i, gives=()) if i.opcode == "grad-norm-sq" else i),
 }

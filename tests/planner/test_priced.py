@@ -257,5 +257,7 @@ def test_what_is_kept_of_a_model_changes_no_plan() -> None:
             if "zero" in other and "data_parallel" not in size:
                 continue
             choices = Choices(**{"rule": "1f1b", "micro_batches": 2, "cuts": "equal"} | size | other)
-            assert priced(kept, choices, machine) == priced(replace(kept), choices, machine), choices
+            made = priced(kept, choices, machine)
+            assert made == priced(replace(kept), choices, machine), choices
+            assert ("weight" in {exchange.kind for exchange in made.plan.exchanges}) == (other == {"zero": 1})
     assert 0 < len(kept.memo) < len(sizes) * len(others) * 4
