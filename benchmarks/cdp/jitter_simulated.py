@@ -102,7 +102,8 @@ def _programs(size: int, rule: str) -> Sequence[Program]:
 @functools.cache
 def _sizes(size: int, rule: str) -> dict[int, dict[int, int]]:
     """Bytes that each worker sends on a channel of gradients; the other channels stay within a worker, or are free."""
-    reading = read(plan_of(size, rule))
+    plan = plan_of(size, rule)
+    reading = read(plan)
     channels = channels_of(reading)
     exchanged, sizes = exchanges_of(reading, channels), {}
     for channel in channels:
