@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
@@ -177,6 +178,7 @@ class ExchangePlan:
         return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(self.phases)
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of an element, from torch's name of a dtype: its bits are in it."""
     bits = re.search(r"\d+", dtype)

@@ -284,7 +284,8 @@ class Plan:
     @property
     def worker_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each worker the numbers of the stages that it runs."""
-        return tuple(self.stages_of(worker) for worker in range(self.num_workers))
+        holders = [self.holders(stage) for stage in range(self.num_stages)]
+        return tuple([tuple([k for k, own in enumerate(holders) if w in own]) for w in range(self.num_workers)])
 
     @property
     def devices(self) -> tuple[str, ...]:

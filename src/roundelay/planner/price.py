@@ -10,9 +10,8 @@ from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import StageSpec
-from roundelay.lower.emit import emit
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.lower.reading import Reading, read
+from roundelay.lower.reading import Reading
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
@@ -23,7 +22,7 @@ from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
-from roundelay.simulator import simulate
+from roundelay.simulator import makespan_s
 
 BATCHES = 4
 """Batches over which plans are simulated, to be compared."""
@@ -73,7 +72,7 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
             [seconds.of(stage, spec) for stage, spec in zip(made.plan.stages, made.stages.stages, strict=True)]
         ),
         read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
-        exchanges=plan_exchanges(laid, made.stages, reading, unused),
+        exchanges=plan_exchanges(laid, made.stages, reading, unused) if any(unused) else made.plan.exchanges,
     )
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
     return Priced(plan, batch_s(plan), held)
@@ -103,8 +102,7 @@ def _check_devices(plan: Plan) -> None:
 
 def batch_s(plan: Plan) -> float:
     """Seconds of a batch, by the simulator."""
-    simulated = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
-    return simulated.makespan_s / BATCHES
+    return makespan_s(plan, stream([plan.micro_batches] * BATCHES)) / BATCHES
 
 
 class _Seconds:
@@ -116,7 +114,7 @@ class _Seconds:
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
         self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
-        self._kept: KeptBytes = kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again)
+        self._kept = _kept(facts, plan, again)
         self._ends = boundaries_of(facts.graph)
 
     def of(self, stage: StagePlan, spec: StageSpec) -> StagePlan:
@@ -156,6 +154,11 @@ class _Seconds:
         begin = max(end for end in self._ends[:-1] if end <= start)
         end = min(end for end in self._ends if end >= stop)
         return self._kept.of_stage(begin, end)
+
+
+def _kept(facts: ModelFacts, plan: Plan, again: tuple[range, ...]) -> KeptBytes:
+    key = "kept bytes", facts.rows(plan), again
+    return facts.memo.of(key, lambda: kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again))
 
 
 def _update_s(profile: Profile, i: int) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
+from roundelay.ir.program import Program
 from roundelay.ir.transports import TRANSPORTS
+from roundelay.lower.alike_holders import first_holders, run_alike
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
@@ -64,8 +67,18 @@ def _without_times(plan: Plan) -> Plan:
 def _prove(plan: Plan) -> None:
     reading = read(plan)
     programs = emit(reading)
+    if reading.form is None and reading.mesh.size > 1:
+        first = read(first_holders(plan))
+        firsts = emit(first)
+        if run_alike(programs, firsts):
+            _prove_programs(first, firsts)
+            return
+    _prove_programs(reading, programs)
+
+
+def _prove_programs(reading: Reading, programs: Sequence[Program]) -> None:
     for counts in runs_to_check(reading):
-        simulation = simulate(plan, programs, stream(counts))
+        simulation = simulate(reading.plan, programs, stream(counts))
         check_run(reading, counts, fired(simulation))
         workers = simulation.workers
         check_registers(

@@ -22,7 +22,7 @@ from roundelay.planning.profiling import profiled, saved_storages
 from roundelay.planning.torch_scope import in_child, user_code
 from roundelay.runtime.loading.loader_probe import first_batch, reading_s
 
-PARTS = (2, 4, 8)
+PARTS = (2, 8)
 """Into how many parts the first batches are cut, to see whether they may be."""
 
 
@@ -48,6 +48,8 @@ def collect_facts(
     with lowered.untouched():
         sizes = _sizes(batch, lowered.graph.min_rows)
         measured = tuple([_measured(lowered, part, count) for count in sorted(threads) for part in sizes])
+        with user_code("counting what the operations keep"):
+            saved = saved_storages(lowered.captured, sizes[-1])
         unused = _unused(lowered, batch)
     mesh = plain_mesh(lowered.mesh_facts())
     over = [op.name for op in mesh.ops if op.form.over is not None]
@@ -62,6 +64,7 @@ def collect_facts(
         rewritten={",".join(names): plain_mesh(lowered.written_out(names)) for names in sets},
         divisible=divisible,
         measured=measured,
+        saved=saved,
         unused=unused,
         whole=dict(lowered.whole_states(dims)),
         state_bytes=held_by_optimizer(lowered.job, lowered.captured, draft),
@@ -76,9 +79,7 @@ def _sizes(batch: Batch, min_rows: int) -> list[Batch]:
 
 
 def _measured(source: Examined, micro_batch: Batch, threads: int) -> AtRows:
-    profile, _ = profiled(source.captured, micro_batch, threads)
-    with user_code("counting what the operations keep"):
-        return AtRows(num_rows(micro_batch), threads, profile, saved_storages(source.captured, micro_batch))
+    return AtRows(num_rows(micro_batch), threads, profiled(source.captured, micro_batch, threads)[0])
 
 
 def _unused(source: Examined, batch: Batch) -> tuple[str, ...]:
