@@ -92,6 +92,7 @@ def plan_of(
         "deadline_s": 60.0,
         "latency_s": 0.0,
         "bytes_per_s": 1.0,
+        "instruction_s": 0.0,
         "read_s": 0.0,
         "input_bytes": 0,
         "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),

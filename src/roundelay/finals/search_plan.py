@@ -8,28 +8,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import final
 
+from roundelay.calibration.calibrate import calibrate
 from roundelay.errors import RoundelayError
 from roundelay.finals.short_run import ShortRun
 from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.machine_profiles import found_profile, keep_profile
 from roundelay.planning.make_plan import Planned
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.search.baselines import baselines
 from roundelay.search.search import Found, Task, Tried, search, tried
-from roundelay.search.space import counts_of, space
+from roundelay.search.space import counts_of, space, transports_of
 
 ROUNDS = 2
 """How often each final is run, in turns; the fewest seconds count, as disturbances only add to them."""
 
 FINAL_S = 1.5
 """Seconds of each run."""
+
+PROFILE_S = 3.0
+"""Seconds of measuring a transport that no profile has."""
 
 FAR = 3.0
 """A family whose best is predicted to take so many times as long as the best of all is not run."""
@@ -79,12 +85,13 @@ class Searched:
     seconds: Mapping[str, float] = field(hash=False)
 
 
-def task_of(source: Examined, given: Choices) -> Task:
+def task_of(source: Examined, given: Choices, tell: Tell = lambda words: None) -> Task:
     """What is searched for on this machine.
 
     Args:
         source: the job, which is looked at here.
         given: pins; `workers` is how many there are in all.
+        tell: called with what is measured.
     """
     machine = hardware_here()
     workers = given.workers or max(2, machine.devices)
@@ -92,7 +99,20 @@ def task_of(source: Examined, given: Choices) -> Task:
     threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
     facts = collect_facts(source, precision=given.precision, threads=sorted(threads))
     limit = None if given.memory_limit is None else parse_bytes(given.memory_limit, "--memory-limit")
-    return Task(facts, machine, workers, limit)
+    each = given.threads or machine.threads_each((CPU,) * workers)
+    between = transports_of(given, machine) if workers > 1 else ()
+    profiles = {name: _profile(name, workers, each, tell) for name in between}
+    return Task(facts, machine, workers, limit, profiles)
+
+
+def _profile(transport: str, workers: int, threads: int, tell: Tell) -> MachineProfile:
+    """What links and operators take here: as it was measured before, or now, and kept."""
+    known = found_profile(transport, workers, threads)
+    if known is None:
+        tell(f"Measuring {transport} between {workers} workers ...")
+        known = calibrate(workers=workers, transport=transport, threads=threads, seconds=PROFILE_S)
+        keep_profile(known)
+    return known
 
 
 @final
@@ -125,7 +145,8 @@ class SearchPlan:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
         with self._phase("facts", "Measuring the model's operations ..."):
-            task = task_of(Examined(self._job, self._captured, self._seed, self._show_wait), self._given)
+            examined = Examined(self._job, self._captured, self._seed, self._show_wait)
+            task = task_of(examined, self._given, self._tell)
         with self._phase("search", "Searching ..."):
             points = space(self._pins, task.facts, task.machine, task.workers)
             found = search(task, points, tell=self._progress)

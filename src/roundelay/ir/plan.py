@@ -25,13 +25,14 @@ from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
 from roundelay.ir.typed_text import Count, Number, Parsers, convert, toml_line
 
-FORMAT = 10
+FORMAT = 11
 
 _SINCE: dict[int, dict[str, Any]] = {
     7: {"deterministic": False},
     8: {"workers": {"threads": 1}},
     9: {"sharded": ["states"]},
     10: {"shards": 0},
+    11: {"instruction_s": 0.0, "exchanges": {"seconds": 0.0, "busy_s": 0.0}},
 }
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
@@ -154,6 +155,8 @@ class Plan:
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
+        instruction_s: predicted seconds of a worker's loop for each instruction, beside what it computes; 0 where not
+            known.
         read_s: predicted seconds in which the loader gives a micro-batch, beside what is computed; 0 where not known.
         input_bytes: bytes of a micro-batch's data.
         workers: in the order of their numbers.
@@ -187,6 +190,7 @@ class Plan:
     deadline_s: Number
     latency_s: Number
     bytes_per_s: Number
+    instruction_s: Number
     read_s: Number
     input_bytes: Count
     workers: tuple[WorkerPlan, ...]

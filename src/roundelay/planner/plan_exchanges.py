@@ -63,7 +63,7 @@ def check_exchanges(laid: LaidGraph, stages: Partition, reading: Reading) -> Non
     needed = plan_exchanges(laid, stages, reading, unused)
     for i in range(max(len(needed), len(planned))):
         got, wanted = (one[i] if i < len(one) else None for one in (planned, needed))
-        if got != wanted:
+        if got is None or wanted is None or replace(got, seconds=0.0, busy_s=0.0) != wanted:
             raise PlanError(
                 f"exchanges[{i}] of the plan",
                 got=_text(got),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from roundelay.actor.machine import Run
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction, Program
@@ -91,12 +92,17 @@ class _Holders(Clock):
         return message_bytes(self._first)
 
     @cached_property
+    def exchanges(self) -> dict[int, ExchangePlan]:
+        """Those of all holders, by channel of the first ones."""
+        numbers = [number for number in sorted(self.channels) if self.channels[number].phases]
+        return dict(zip(numbers, [e for e in self.plan.exchanges if e.phases], strict=True))
+
+    @cached_property
     def exchange_s(self) -> dict[int, float]:
         """Seconds of each exchange of all holders, by channel of the first ones; the same for those that are alike."""
-        numbers = [number for number in sorted(self.channels) if self.channels[number].phases]
         sizes, known, found = self.plan.grid.sizes, dict[object, float](), dict[int, float]()
-        for number, e in zip(numbers, [e for e in self.plan.exchanges if e.phases], strict=True):
-            what = e.axis, e.phases, e.dtypes, e.shapes
+        for number, e in self.exchanges.items():
+            what = e.axis, e.phases, e.dtypes, e.shapes, e.seconds, e.busy_s
             known[what] = known[what] if what in known else exchange_s(self.plan, e, sizes[e.axis])
             found[number] = known[what]
         return found

@@ -95,11 +95,15 @@ class Clock:
         return message_bytes(read(self.plan))
 
     @cached_property
+    def exchanges(self) -> dict[int, ExchangePlan]:
+        """What is exchanged, by channel."""
+        return exchanges_of(read(self.plan), [self.channels[number] for number in sorted(self.channels)])
+
+    @cached_property
     def exchange_s(self) -> dict[int, float]:
-        """Seconds of each exchange, by channel."""
-        ordered = [self.channels[number] for number in sorted(self.channels)]
-        exchanges = exchanges_of(read(self.plan), ordered).items()
-        return {number: exchange_s(self.plan, e, len(self.channels[number].sources)) for number, e in exchanges}
+        """Seconds of each exchange from where all have begun, by channel."""
+        own = self.exchanges.items()
+        return {number: exchange_s(self.plan, e, len(self.channels[number].sources)) for number, e in own}
 
     def prepared(self, program: Program) -> Program:
         """The program that a machine runs."""
@@ -225,7 +229,10 @@ class Clock:
         return reader.request(header.batch, batch_s, self.now) - self.now
 
     def compute_s(self, program: Program, line: Instruction) -> float:
-        """Return the predicted seconds of a line of a program that computes."""
+        """Return the predicted seconds of a line of a program."""
+        return self.plan.instruction_s + self._work_s(program, line)
+
+    def _work_s(self, program: Program, line: Instruction) -> float:
         stage, recompute = self.plan.stages[line.stage], line.mode == "recompute"
         if line.opcode == "forward":
             seconds = stage.forward_s
@@ -234,6 +241,8 @@ class Clock:
             seconds = stage.backward_s + (stage.forward_s if recompute else 0.0) + weights_s
         elif line.opcode in ("backward-weight", "update"):
             seconds = stage.weights_s if line.opcode == "backward-weight" else stage.update_s
+        elif line.opcode == "box":
+            return sum([self.exchanges[number].busy_s for number in line.gives])
         else:  # which takes next to nothing
             return 0.0
         return seconds / self.parts[program.worker, line.stage, line.opcode]  # which are taken to be equal
@@ -274,6 +283,8 @@ class Clock:
 
 
 def exchange_s(plan: Plan, exchange: ExchangePlan, holders: int) -> float:
-    """Seconds of an exchange: in each phase the holder that sends most sets the time."""
+    """Seconds of an exchange from where all have begun; if they are not known, the holder that sends most sets them."""
+    if exchange.seconds:
+        return exchange.seconds
     most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
     return float(sum(plan.latency_s + sent / plan.bytes_per_s for sent in most))
