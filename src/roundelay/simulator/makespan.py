@@ -56,7 +56,7 @@ _Times = tuple[float, float]
 """Seconds on the first holder of a stage and on another; the same where there is one."""
 
 _Ends = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of a line: channels that it waits for, ~channel for free slots; exchanges begun; channels to others, and from them."""
+"""Of a line: channels that it waits for, ~channel for free slots; exchanges begun; channels to others, from them."""
 
 _Step = tuple[float, _Ends | None]
 """A line of a program: seconds that it computes, and its channels, if it has any."""
