@@ -1,10 +1,10 @@
 """What planning costs once a model has been examined: seconds to price candidates, and to simulate and prove a plan.
 
-A GPT of 12 layers is captured and examined; from then on there are only facts. Priced are 500 candidates, drawn from all
-combinations of 1 to 4 stages, 1 to 4 replicas, 1 to 4 workers of a mesh, every level of ZeRO, 1 to 8 micro-batches, five
-rules, and recomputation of nothing or all; nothing is kept from one round to the next. Simulated over four batches and
-proved are plans of 2 stages and 2 replicas: with 2 workers of a mesh each, and with ZeRO 3. Told are seconds of CPU time
-of one thread.
+A GPT of 12 layers is captured and examined; from then on there are only facts. Priced are 500 candidates, drawn from
+all combinations of 1 to 4 stages, 1 to 4 replicas, 1 to 4 workers of a mesh, every level of ZeRO, 1 to 8 micro-batches,
+five rules, and recomputation of nothing or all; nothing is kept from one round to the next. Simulated over four batches
+and proved are plans of 2 stages and 2 replicas: with 2 workers of a mesh each, and with ZeRO 3. Told are seconds of CPU
+time of one thread.
 """
 
 from __future__ import annotations

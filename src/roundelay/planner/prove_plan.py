@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from roundelay.ir.device_names import CPU
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
-from roundelay.ir.program import Program
 from roundelay.ir.transports import TRANSPORTS
 from roundelay.lower.alike_holders import first_holders, run_alike
 from roundelay.lower.emit import emit
@@ -69,14 +67,8 @@ def _prove(plan: Plan) -> None:
     programs = emit(reading)
     if reading.form is None and reading.mesh.size > 1:
         first = read(first_holders(plan))
-        firsts = emit(first)
-        if run_alike(programs, firsts):
-            _prove_programs(first, firsts)
-            return
-    _prove_programs(reading, programs)
-
-
-def _prove_programs(reading: Reading, programs: Sequence[Program]) -> None:
+        if run_alike(programs, firsts := emit(first)):
+            reading, programs = first, firsts
     for counts in runs_to_check(reading):
         simulation = simulate(reading.plan, programs, stream(counts))
         check_run(reading, counts, fired(simulation))
