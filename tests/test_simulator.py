@@ -462,7 +462,7 @@ def test_norms_on_their_way_to_stage_0_hold_no_stage_up(num_stages: int, micro_b
 def test_a_version_that_no_later_forward_reads_is_held_until_the_next_forward() -> None:
     """What reads between an update and that forward holds both, and nothing else does."""
     plan = plan_of("1f1b", 1, 1)
-    _, first, _, update, after, *_ = sim(plan, [1, 1]).intervals
-    ran = [first._replace(keep=0), update, after, first._replace(g=1, version=1, reads=1, keep=1)]
-    assert [i.opcode for i in ran] == ["forward", "update", "read", "forward"]
+    _, first, back, update, after, *_ = sim(plan, [1, 1]).intervals
+    ran = [first._replace(keep=0), back, update, after, first._replace(g=1, version=1, reads=1, keep=1)]
+    assert [i.opcode for i in ran] == ["forward", "backward", "update", "read", "forward"]
     assert peaks(emit(read(plan))[0], plan.stages, ran)["versions"] == 2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.errors import RoundelayError
+from roundelay.errors import PlanError, RoundelayError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction, Port, Program
@@ -19,7 +19,7 @@ from roundelay.lower.reading import read
 from roundelay.planner import prove_plan
 from roundelay.planner.prove_plan import fired, prove
 from roundelay.simulator import held_by_stage, makespan, makespan_s, simulate
-from tests.lower.plans import FEW, counts_for, grids, on_grid, plan_of
+from tests.lower.plans import FEW, counts_for, edge_of, grids, on_grid, plan_of
 
 JOBS = grids().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan, 8)))
 CLIPS = ("none", "global:1", "previous:1")
@@ -168,4 +168,11 @@ def test_a_fault_of_every_first_holder_is_found_too(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(prove_plan, "emit", faulty)
     with pytest.raises(RoundelayError, match=r"stage 0, update after micro-batch .* got no unbox"):
+        prove(plan)
+
+
+def test_a_deadlock_is_told_by_the_numbers_of_all_workers() -> None:
+    skips = [edge_of(0, 3, slots=1)]
+    plan = on_grid(plan_of("1f1b", 4, 4, slots=1, skips=skips), 2, 2)
+    with pytest.raises(PlanError, match=r"a deadlock: worker 0: .*worker 15: "):
         prove(plan)

@@ -113,19 +113,13 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
     ]:
         of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
         exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
-    alike = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else []
+    alike, shards = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else [], plan.grid.shards
     for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
-        dtypes, rows = _rows(
-            tuple(
-                [
-                    ((kind in USED and laid.residences[one.name].cast) or one.dtype, one.shape, laid.states[one.name])
-                    for one in laid.tensors(own)
-                ]
-            ),
-            plan.grid.shards,
-        )
+        casts = [laid.residences[name].cast if kind in USED else "" for name in own]
+        tensors = zip(casts, laid.tensors(own), strict=True)
+        dtypes, rows = _rows(tuple([(cast or t.dtype, t.shape, laid.states[t.name]) for cast, t in tensors]), shards)
         copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(
             stage=spec.stage,

@@ -43,11 +43,9 @@ class Memo(dict[Hashable, Any]):
 
     def of(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """What was made under this key before, or is made now."""
-        if key not in self:
-            self[key] = make()
-            if len(self) > MOST_MADE:
-                del self[next(iter(self))]
-        made: _Made = self[key]
+        made: _Made = self[key] if key in self else self.setdefault(key, make())
+        if len(self) > MOST_MADE:
+            del self[next(iter(self))]
         return made
 
 

@@ -136,17 +136,13 @@ class _HeldByStage:
         return self.weight_bytes * self.versions
 
     def is_settled(self, interval: Interval) -> bool:
-        """Whether neither an instruction nor the one before changes what is held."""
-        before, self._settled = self._settled, None if self._changes(interval) else interval.version
-        return before is not None and before == self._settled
-
-    def _changes(self, interval: Interval) -> bool:
-        """Whether it adds or drops something, beside what follows from its version."""
+        """Whether neither an instruction nor the one before adds or drops anything, beside what a version entails."""
         opcode, read = interval.opcode, (interval.reads, interval.distance)
-        if opcode == "forward":
-            return (self.tapes.get(interval.g), self._oldest) != (read, interval.keep) or interval.distance > 0
         changes = interval.g in self.tapes if opcode == "backward" else opcode not in _IDLE
-        return changes or interval.distance > 0
+        if opcode == "forward":
+            changes = (self.tapes.get(interval.g), self._oldest) != (read, interval.keep)
+        before, self._settled = self._settled, None if changes or interval.distance else interval.version
+        return before is not None and before == self._settled
 
     def begin(self, interval: Interval) -> None:
         """Add the tape of a forward, and count the versions held during the instruction."""

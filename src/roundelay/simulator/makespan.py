@@ -157,26 +157,26 @@ class _Holders(Clock):
 
     def _through(self, steps: Sequence[_Step], worker: int, times: _Times) -> _Times:
         """When the holders are through with lines that they begin at ``times``."""
-        first, other = times
+        (first, other), waiting = times, self._times
         for seconds, ends in steps:
             if ends is None:
                 first, other = first + seconds, other + seconds
                 continue
             waits, begun, gives, takes = ends
             for number in waits:
-                one, two = self._times[number].popleft()
+                one, two = waiting[number].popleft()
                 first, other = one if one > first else first, two if two > other else other
             first, other = first + seconds, other + seconds
             for number in begun:
                 if first > other and self._size > 2:
                     raise _NotInStepError
                 complete_s = max(first, other) + self.exchange_s[number]
-                self._times[number].append((complete_s, complete_s))
+                waiting[number].append((complete_s, complete_s))
             for number in gives:
-                self._times[number].append(self._arrivals(number, worker, (first, other)))
+                waiting[number].append(self._arrivals(number, worker, (first, other)))
             for number in takes:
                 grant_s = 0.0 if self.channels[number].filled_by(worker) else self.plan.latency_s
-                self._times[~number].append((first + grant_s, other + grant_s))
+                waiting[~number].append((first + grant_s, other + grant_s))
         return first, other
 
     def _arrivals(self, number: int, worker: int, times: _Times) -> _Times:
