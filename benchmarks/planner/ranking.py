@@ -2,8 +2,9 @@
 
 For each job: plans on two workers over shared memory, pipelines with other cuts, replicas with ZeRO 0 to 3, a mesh,
 each also with recomputation. Told are predicted and measured seconds of a batch, the rank correlation (Spearman) of the
-two, and the regret: what the plan takes that is predicted to be the fastest, over what the fastest takes. A profile of
-the machine, if there is one, was made before, and not from these jobs.
+two, and the regret: what the plan takes that is predicted to be the fastest, over what the fastest takes. The machine's
+profile is measured before, and not with these jobs. Ablations: one α and one β for all exchanges, exchanges that take no
+CPU time, and no profile.
 
     .venv/bin/python -m benchmarks.planner.ranking [--plans 30] [--seed 1] [--seconds 2] [--jobs gpt mlp] [--out FILE]
 """
@@ -26,15 +27,18 @@ from torch.nn import functional
 import roundelay
 from benchmarks.common import machine, table
 from roundelay import Job
+from roundelay.calibration.calibrate import calibrate
 from roundelay.errors import RoundelayError
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.graph import Graph
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import priced
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.machine_profiles import found_profile, keep_profile
 from roundelay.search.search import shown
 
 WORKERS, MICRO_BATCHES, NEAR = 2, 4, 1.5
@@ -120,20 +124,30 @@ def measured(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     job = JOBS[name]()
     captured = roundelay.capture(job)
     facts: ModelFacts = collect_facts(Examined(job, captured, 0, lambda *_: None), threads=(1,))
-    short, plans = ShortRun(job, captured, 0, args.seconds), []
+    short, plans, profiles = ShortRun(job, captured, 0, args.seconds), [], variants()
     for choices in drawn(captured.graph, args.plans, args.seed):
         try:
-            made = priced(facts, choices, hardware_here())
-            prove(made.plan)
+            made = {name: priced(facts, choices, hardware_here(), one) for name, one in profiles.items()}
+            prove(made["profile"].plan)
         except RoundelayError:
             continue
         plans.append((choices, made))
     best = [float("inf")] * len(plans)
     for _ in range(2):  # disturbances only add to what a run takes
         for k, (_, made) in enumerate(plans):
-            best[k] = min(best[k], short.batch_s(made.plan))
+            best[k] = min(best[k], short.batch_s(made["profile"].plan))
     for (choices, made), seconds in zip(plans, best, strict=True):
-        yield {"plan": shown(choices), "predicted_s": made.batch_s, "measured_s": seconds}
+        yield {"plan": shown(choices), "measured_s": seconds} | {name: one.batch_s for name, one in made.items()}
+
+
+def variants() -> dict[str, MachineProfile | None]:
+    """The machine's profile, and its ablations."""
+    profile = found_profile("shm", WORKERS, 1)
+    if profile is None:
+        profile = calibrate(workers=WORKERS, transport="shm", threads=1)
+        keep_profile(profile)
+    single, free = profile.single_line(), profile.without_cpu()
+    return {"profile": profile, "one line": single, "no CPU": free, "no profile": None}
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -143,7 +157,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (count * (count * count - 1))
 
 
-def judged(rows: Sequence[dict[str, Any]], column: str = "predicted_s") -> tuple[float, float]:
+def judged(rows: Sequence[dict[str, Any]], column: str) -> tuple[float, float]:
     """Rank correlation and regret."""
     predicted, real = ([row[name] for row in rows] for name in (column, "measured_s"))
     chosen = real[predicted.index(min(predicted))]
@@ -165,12 +179,15 @@ def main() -> None:
     for name in args.jobs:
         rows = sorted(measured(name, args), key=lambda row: row["measured_s"])
         found[name] = rows
-        cells = [[f"{1e3 * row['measured_s']:.1f}", f"{1e3 * row['predicted_s']:.1f}", row["plan"]] for row in rows]
-        correlation, regret = judged(rows)
+        names = ["measured_s", "profile", "one line", "no CPU", "no profile"]
+        cells = [[*(f"{1e3 * row[column]:.1f}" for column in names), row["plan"]] for row in rows]
         near = sum(row["measured_s"] < NEAR * rows[0]["measured_s"] for row in rows)
-        print(table([f"{name}: measured ms", "predicted ms", "plan"], cells))
+        print(table([f"{name}: measured ms", *names[1:], "plan"], cells))
         told = f"{len(rows)} plans, {near} within {NEAR} x of the best"
-        print(f"\n{told}: Spearman {correlation:.3f}, regret {regret:.3f}\n")
+        print(f"\n{told}")
+        for column in names[1:]:
+            correlation, regret = judged(rows, column)
+            print(f"{column}: Spearman {correlation:.3f}, regret {regret:.3f}")
     print(machine())
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1))
