@@ -3,8 +3,8 @@
 For each job: plans on two workers over shared memory, pipelines with other cuts, replicas with ZeRO 0 to 3, a mesh,
 each also with recomputation. Told are predicted and measured seconds of a batch, the rank correlation (Spearman) of the
 two, and the regret: what the plan takes that is predicted to be the fastest, over what the fastest takes. The machine's
-profile is measured before, and not with these jobs. Ablations: one α and one β for all exchanges, exchanges that take no
-CPU time, and no profile.
+profile is measured before, and not with these jobs. Ablations: one α and one β for all exchanges, exchanges that take
+no CPU time, and no profile.
 
     .venv/bin/python -m benchmarks.planner.ranking [--plans 30] [--seed 1] [--seconds 2] [--jobs gpt mlp] [--out FILE]
 """

@@ -5,8 +5,8 @@ Operations are measured on the CPU: plans for other devices cannot be priced fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.split_states import longest_dimensions
 from roundelay.planning.examined import Examined
 from roundelay.planning.memory_report import held_by_optimizer
+from roundelay.planning.optimizer_step import step_s
 from roundelay.planning.profiling import profiled, saved_storages
 from roundelay.planning.torch_scope import in_child, user_code
 from roundelay.runtime.loading.loader_probe import first_batch, reading_s
@@ -47,7 +48,7 @@ def collect_facts(
     batch = first_batch(source.job.loader, source.seed, DEADLINE_S, source.tell)
     with lowered.untouched():
         sizes = _sizes(batch, lowered.graph.min_rows)
-        measured = tuple([_measured(lowered, part, count) for count in sorted(threads) for part in sizes])
+        measured = tuple([one for count in sorted(threads) for one in _measured(lowered, sizes, count)])
         with user_code("counting what the operations keep"):
             saved = saved_storages(lowered.captured, sizes[-1])
         unused = _unused(lowered, batch)
@@ -78,8 +79,15 @@ def _sizes(batch: Batch, min_rows: int) -> list[Batch]:
     return list({num_rows(part): part for part in (*parts, batch)}.values())
 
 
-def _measured(source: Examined, micro_batch: Batch, threads: int) -> AtRows:
-    return AtRows(num_rows(micro_batch), threads, profiled(source.captured, micro_batch, threads)[0])
+def _measured(source: Examined, sizes: Sequence[Batch], threads: int) -> Iterator[AtRows]:
+    """Every size with so many threads; what an update takes is what the job's own optimizer takes."""
+    whole_s = step_s(source.job, source.captured, threads)
+    for part in sizes:
+        profile, _ = profiled(source.captured, part, threads)
+        copied_s = sum(profile.update_s)
+        if whole_s and copied_s:
+            profile = replace(profile, update_s=tuple([own * whole_s / copied_s for own in profile.update_s]))
+        yield AtRows(num_rows(part), threads, profile)
 
 
 def _unused(source: Examined, batch: Batch) -> tuple[str, ...]:
