@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.finals import search_plan
 from tests.cli.harness import MLP, here
+from tests.planner.profiles import calibrated
 
 Screen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the tests' own: what one has measured the next has too."""
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path_factory.getbasetemp() / "profiles-of-searches"))
+    monkeypatch.setattr(search_plan, "calibrate", calibrated)
 
 
 @pytest.fixture

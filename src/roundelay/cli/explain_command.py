@@ -8,7 +8,7 @@ from typing import Any
 
 from roundelay.api import capture
 from roundelay.cli.screen import doing, show_json, stdout, table
-from roundelay.finals.search_plan import task_of
+from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.planner.inherited_choices import inherited
@@ -60,9 +60,8 @@ def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, deadline_s=plan.deadline_s, tell=show_wait)
     with doing("Measuring the model's operations ...", quiet) as show_wait:
-        task = task_of(
-            Examined(job, captured, 0, show_wait), Choices(workers=plan.num_workers, precision=plan.precision)
-        )
+        given = Choices(workers=plan.num_workers, transport=plan.transport, precision=plan.precision)
+        task = task_of(Examined(job, captured, 0, show_wait), given, profiles_of(given))
     with doing("Searching ...", quiet):
         yield name, tried(task, inherited(plan, Choices())).priced.plan
         other = find_why_not(task, plan, why_not)

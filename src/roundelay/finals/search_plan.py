@@ -18,6 +18,8 @@ from roundelay.job import Job
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
+from roundelay.planner.source import Hardware
+from roundelay.planner.stage_counts import default_devices
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
 from roundelay.planning.machine_profiles import found_profile, keep_profile
@@ -26,7 +28,7 @@ from roundelay.planning.planning import plan_with_reasons
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.search.baselines import baselines
 from roundelay.search.search import Found, Task, Tried, search, tried
-from roundelay.search.space import counts_of, space, transports_of
+from roundelay.search.space import ALONE, counts_of, space, transports_of
 
 ROUNDS = 2
 """How often each final is run, in turns; the fewest seconds count, as disturbances only add to them."""
@@ -85,23 +87,39 @@ class Searched:
     seconds: Mapping[str, float] = field(hash=False)
 
 
-def task_of(source: Examined, given: Choices, tell: Tell = lambda words: None) -> Task:
+def workers_of(given: Choices, machine: Hardware) -> int:
+    """How many workers a search has: as given, or one for each GPU, or two."""
+    return given.workers or max(2, machine.devices)
+
+
+def profiles_of(given: Choices, tell: Tell = lambda words: None) -> dict[str, MachineProfile]:
+    """What links and operators take on this machine, by the transports that may be used; measured where not known.
+
+    Args:
+        given: pins; `workers` is how many there are in all.
+        tell: called with what is measured.
+    """
+    machine = hardware_here()
+    workers = workers_of(given, machine)
+    each = given.threads or machine.threads_each((CPU,) * workers)
+    on_cpu = workers > 1 and (given.devices or default_devices(machine, "memory")) == CPU
+    return {name: _profile(name, workers, each, tell) for name in transports_of(given, machine) if on_cpu}
+
+
+def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProfile]) -> Task:
     """What is searched for on this machine.
 
     Args:
         source: the job, which is looked at here.
         given: pins; `workers` is how many there are in all.
-        tell: called with what is measured.
+        profiles: of the machine, by transport.
     """
     machine = hardware_here()
-    workers = given.workers or max(2, machine.devices)
+    workers = workers_of(given, machine)
     counts = counts_of(workers) if given.threads is None else []
     threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
     facts = collect_facts(source, precision=given.precision, threads=sorted(threads))
     limit = None if given.memory_limit is None else parse_bytes(given.memory_limit, "--memory-limit")
-    each = given.threads or machine.threads_each((CPU,) * workers)
-    between = transports_of(given, machine) if workers > 1 else ()
-    profiles = {name: _profile(name, workers, each, tell) for name in between}
     return Task(facts, machine, workers, limit, profiles)
 
 
@@ -144,9 +162,11 @@ class SearchPlan:
         Raises:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
+        with self._phase("profile", "Looking for a profile of this machine ..."):
+            profiles = profiles_of(self._given, self._tell)
         with self._phase("facts", "Measuring the model's operations ..."):
             examined = Examined(self._job, self._captured, self._seed, self._show_wait)
-            task = task_of(examined, self._given, self._tell)
+            task = task_of(examined, self._given, profiles)
         with self._phase("search", "Searching ..."):
             points = space(self._pins, task.facts, task.machine, task.workers)
             found = search(task, points, tell=self._progress)
@@ -206,8 +226,9 @@ def _finalists(found: Found, finals: int) -> list[tuple[str, Tried]]:
     if not finals:
         return []
     wanted = [(f"best {i + 1}", one) for i, one in enumerate(found.best[:finals])]
-    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < FAR * found.best[0].batch_s]
+    near_s = FAR * found.best[0].batch_s
+    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < near_s or name == ALONE]
     plans: dict[object, tuple[str, Tried]] = {}
     for name, one in wanted:
         plans.setdefault(one.priced.plan, (name, one))
-    return list(plans.values())[: finals + MOST_FAMILIES]
+    return [one for i, one in enumerate(plans.values()) if i < finals + MOST_FAMILIES or one[0] == ALONE]
