@@ -88,8 +88,15 @@ class Searched:
 
 
 def workers_of(given: Choices, machine: Hardware) -> int:
-    """How many workers a search has: as given, or one for each GPU, or two."""
-    return given.workers or max(2, machine.devices)
+    """How many workers a search has: as given, or one for each GPU; on the CPU two."""
+    on_cpu = device_of(given, machine) == CPU
+    return given.workers or (2 if on_cpu else machine.devices)
+
+
+def device_of(given: Choices, machine: Hardware) -> str:
+    """Where a search's workers compute: ``cpu``, or the first GPU."""
+    named = (given.devices or default_devices(machine, given.transport or "memory")).split(",")[0]
+    return "cuda:0" if named == "cuda" else named
 
 
 def profiles_of(given: Choices, tell: Tell = lambda words: None) -> dict[str, MachineProfile]:
@@ -102,8 +109,8 @@ def profiles_of(given: Choices, tell: Tell = lambda words: None) -> dict[str, Ma
     machine = hardware_here()
     workers = workers_of(given, machine)
     each = given.threads or machine.threads_each((CPU,) * workers)
-    on_cpu = workers > 1 and (given.devices or default_devices(machine, "memory")) == CPU
-    return {name: _profile(name, workers, each, tell) for name in transports_of(given, machine) if on_cpu}
+    links = workers > 1 and device_of(given, machine) == CPU
+    return {name: _profile(name, workers, each, tell) for name in transports_of(given, machine) if links}
 
 
 def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProfile]) -> Task:
@@ -118,7 +125,9 @@ def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProf
     workers = workers_of(given, machine)
     counts = counts_of(workers) if given.threads is None else []
     threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
-    facts = collect_facts(source, precision=given.precision, threads=sorted(threads))
+    device = device_of(given, machine)
+    threads = threads if device == CPU else {1}
+    facts = collect_facts(source, precision=given.precision, threads=sorted(threads), device=device)
     limit = None if given.memory_limit is None else parse_bytes(given.memory_limit, "--memory-limit")
     return Task(facts, machine, workers, limit, profiles)
 

@@ -17,6 +17,7 @@ import msgspec
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import ShardedOp
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.op_form import Dims, OpForm, Varying, number_of
 from roundelay.ir.plan import Plan
@@ -42,6 +43,7 @@ class ModelFacts:
 
     Args:
         precision: of the graph.
+        device: kind of device on which the operations were measured: ``cpu`` or ``cuda``.
         graph: of the model.
         checkpointed: paths of modules that the model's code checkpoints itself.
         mesh: what signatures are deduced from.
@@ -56,6 +58,7 @@ class ModelFacts:
     """
 
     precision: str
+    device: str = CPU
     graph: Graph
     checkpointed: tuple[str, ...]
     mesh: MeshFacts

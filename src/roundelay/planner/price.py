@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from roundelay.errors import PlanError
-from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
@@ -55,14 +54,14 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: Mach
         profile: of its links and operators; None: a transport's constants.
 
     Raises:
-        PlanError: the choices cannot be combined, or not for this model; or a worker is not on the CPU, where the
-            facts were measured.
+        PlanError: the choices cannot be combined, or not for this model; or a worker is on another kind of device
+            than that on which the facts were measured.
         CaptureError: the model cannot be cut into so many stages.
     """
     check_given(choices)
     asked = asked_of(facts.graph, choices, machine)
     made = candidate(facts, asked, drafted(facts, asked, asked.choices.workers))
-    _check_devices(made.plan)
+    _check_devices(made.plan, facts.device)
     reading, laid = check_plan(made.plan), made.laid
     seconds = _Seconds(facts, made.plan, laid, reading, profile)
     unused = [[n for n in spec.parameters if n in facts.unused] for spec in made.stages.stages]
@@ -91,13 +90,13 @@ def _held(facts: ModelFacts, laid: LaidGraph, plan: Plan, spec: StageSpec) -> in
     return total
 
 
-def _check_devices(plan: Plan) -> None:
-    if others := [device for device in plan.devices if device != CPU]:
+def _check_devices(plan: Plan, measured: str) -> None:
+    if others := [device for device in plan.devices if device.partition(":")[0] != measured]:
         raise PlanError(
             "the price of a plan",
             got=f"workers on {', '.join(dict.fromkeys(others))}",
-            expected=f"workers on {CPU}, where the seconds of operations were measured",
-            remedy=f"Give devices={CPU!r}, or measure the plan with roundelay.plan.",
+            expected=f"workers on {measured}, where the seconds of operations were measured",
+            remedy=f"Give devices={measured!r}, or measure the plan with roundelay.plan.",
         )
 
 

@@ -1,7 +1,4 @@
-"""Collect what a planner must know of a job, once; from then on it needs neither the job nor torch.
-
-Operations are measured on the CPU: plans for other devices cannot be priced from these facts.
-"""
+"""Collect what a planner must know of a job, once; from then on it needs neither the job nor torch."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roundelay.frontend.batch import Batch, in_step, num_rows, split
+from roundelay.ir.device_names import CPU
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.planner.draft_plan import PLAIN, draft_plan
 from roundelay.planner.model_facts import AtRows, ModelFacts, plain_mesh
@@ -28,7 +26,12 @@ PARTS = (2, 8)
 
 
 def collect_facts(
-    source: Examined, *, precision: str | None = None, parts: Sequence[int] = PARTS, threads: Sequence[int] = (1,)
+    source: Examined,
+    *,
+    precision: str | None = None,
+    parts: Sequence[int] = PARTS,
+    threads: Sequence[int] = (1,),
+    device: str = CPU,
 ) -> ModelFacts:
     """Look at a job as closely as its planner will have to.
 
@@ -37,6 +40,7 @@ def collect_facts(
         precision: in which the model will be computed; by default ``fp32``.
         parts: into how many parts the first batches are cut, to see whether they may be.
         threads: numbers of intra-op threads with which the operations are measured.
+        device: where they are measured: plans for others cannot be priced.
 
     Raises:
         UserCodeError: the model or its loss fails.
@@ -48,7 +52,7 @@ def collect_facts(
     batch = first_batch(source.job.loader, source.seed, DEADLINE_S, source.tell)
     with lowered.untouched():
         sizes = _sizes(batch, lowered.graph.min_rows)
-        measured = tuple([one for count in sorted(threads) for one in _measured(lowered, sizes, count)])
+        measured = tuple([one for count in sorted(threads) for one in _measured(lowered, sizes, count, device)])
         with user_code("counting what the operations keep"):
             saved = saved_storages(lowered.captured, sizes[-1])
         unused = _unused(lowered, batch)
@@ -59,6 +63,7 @@ def collect_facts(
     rows = max(1, lowered.graph.sample_rows)
     return ModelFacts(
         precision=draft.precision,
+        device=torch.device(device).type,
         graph=lowered.graph,
         checkpointed=lowered.checkpointed,
         mesh=mesh,
@@ -79,11 +84,11 @@ def _sizes(batch: Batch, min_rows: int) -> list[Batch]:
     return list({num_rows(part): part for part in (*parts, batch)}.values())
 
 
-def _measured(source: Examined, sizes: Sequence[Batch], threads: int) -> Iterator[AtRows]:
+def _measured(source: Examined, sizes: Sequence[Batch], threads: int, device: str) -> Iterator[AtRows]:
     """Every size with so many threads; what an update takes is what the job's own optimizer takes."""
-    whole_s = step_s(source.job, source.captured, threads)
+    whole_s = step_s(source.job, source.captured, threads, device)
     for part in sizes:
-        profile, _ = profiled(source.captured, part, threads)
+        profile, _ = profiled(source.captured, part, threads, device)
         copied_s = sum(profile.update_s)
         if whole_s and copied_s:
             profile = replace(profile, update_s=tuple([own * whole_s / copied_s for own in profile.update_s]))
