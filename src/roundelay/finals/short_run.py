@@ -19,7 +19,7 @@ from roundelay.session.training import Session
 WARM = 3
 """Batches that do not count."""
 
-LEAST, MOST = 3, 2_000
+LEAST, MOST = 3, 200
 """Batches that count."""
 
 LIMIT_S = 60.0
