@@ -84,7 +84,7 @@ class _Holders(Clock):
         #: times of messages by channel, and of free slots by ~channel
         self._times: dict[int, deque[_Times]] = {number: deque() for number in self.channels}
         self._times |= {~number: deque([(0.0, 0.0)] * channel.slots) for number, channel in self.channels.items()}
-        self._due = deque(range(len(programs)))  # workers whose machines may go on
+        self._due = set(range(len(programs)))  # workers whose machines may go on
 
     @cached_property
     def bytes(self) -> dict[int, int]:
@@ -124,7 +124,7 @@ class _Holders(Clock):
     def run(self) -> None:
         """Run until every machine has halted."""
         while self._due:
-            worker = self._due.popleft()
+            worker = self._due.pop()
             while (run := self.machines[worker].fire()) is not None:
                 self._execute(worker, run)
         if not all(machine.halted for machine in self.machines):
@@ -139,10 +139,10 @@ class _Holders(Clock):
         self.machines[worker].finish(header if reads else None)
         for number in line.gives:
             self.machines[consumer := self.channels[number].targets[0].worker].arrive(number, header)
-            self._due.append(consumer)
+            self._due.add(consumer)
         for number in line.takes:
             self.machines[producer := self.channels[number].sources[0].worker].grant(number)
-            self._due.append(producer)
+            self._due.add(producer)
 
     def _read(self, worker: int, g: int) -> _Times:
         """When the first holder has read a micro-batch, and another has it from there."""
