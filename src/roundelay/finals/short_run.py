@@ -22,7 +22,7 @@ WARM = 3
 LEAST, MOST = 3, 200
 """Batches that count."""
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """Seconds beyond those asked for, after which a run is given up."""
 
 
