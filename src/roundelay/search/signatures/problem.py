@@ -179,7 +179,8 @@ class _Builder:
         variable.clusters.append(own)
         for i, op in enumerate(ops):
             parts = np.array([way[i].parts for way in own.ways])
-            forward_s, backward_s = self._machine.micro_batches * np.array(self._seconds[op.name])[:, None] / parts
+            each_s = [self._seconds[name] for name in {op.name, *op.results} if name in self._seconds]
+            forward_s, backward_s = self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
             held = sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
             repeatable = i < len(ops) - 1 or not self._weights.keys() & op.form.args.keys()
             for n, (_, again) in enumerate(variable.variants):

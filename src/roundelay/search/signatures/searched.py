@@ -172,15 +172,14 @@ def _boxings(machine: Machine, made: Problem, solution: Solution) -> Iterator[Pr
 
 
 def _not_runnable(machine: Machine, graph: Graph, parameters: Mapping[str, Lay], values: Mapping[str, Lay]) -> str:
-    """Replicas have whole parameters, and rows of the results; there may be one other axis."""
+    """Replicas have whole parameters and rows of the results; beside them the runtime has one axis."""
     split = {axis for lay in parameters.values() for axis, _ in lay}
+    used = split.union(*[{axis for axis, _ in lay} for lay in values.values()])
     rows = [{axis for axis, own in values[name] if own == Split(0)} for name in graph.outputs if name in values]
-    others = [axis for axis in machine.mesh if axis in split or not all(axis in own for own in rows)]
-    return (
-        f"not runnable here: signatures over {', '.join(others)}, and the runtime has one axis beside the replicas"
-        if len(others) > 1
-        else ""
-    )
+    others = [axis for axis in machine.mesh if axis in used and (axis in split or not all(axis in own for own in rows))]
+    if len(others) < 2:
+        return ""
+    return f"not runnable here: signatures over {', '.join(others)}, and the runtime has one axis beside the replicas"
 
 
 def table(found: SearchedSignatures, graph: Graph) -> str:

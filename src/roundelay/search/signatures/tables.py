@@ -26,7 +26,7 @@ Scope = tuple[int, ...]
 Choice = tuple[tuple[int, int], ...]
 """Of each variable the value and the variant."""
 
-MOST, AT_ONCE = 1 << 26, 1 << 21
+MOST, AT_ONCE = 1 << 26, 1 << 18
 """Numbers in a table, and those that are added up at a time."""
 
 SECONDS = 20.0
@@ -119,12 +119,8 @@ class _Elimination:
         if math.prod(sizes) > MOST:
             raise _too_wide(math.prod(sizes))
         views = sorted([_as(table, own, (*rest, variable)) for own, table in bucket], key=np.size)
-        if not rest:
-            return np.asarray(reduce(np.add, views).min())
-        found, width = np.empty(sizes), max(1, AT_ONCE // (math.prod(sizes[1:]) * len(self.own[variable])))
-        for start in range(0, sizes[0], width):
-            part = slice(start, start + width)
-            found[part] = reduce(np.add, [view[part] if len(view) > 1 else view for view in views]).min(axis=-1)
+        found = np.empty(sizes)
+        _into(found, views)
         return found
 
     def at(self, number: int, values: Mapping[int, int]) -> Table:
@@ -139,6 +135,17 @@ class _Elimination:
         for number in range(len(self.buckets) - 1, -1, -1):
             values[self.buckets[number][0]] = int(self.at(number, values).argmin())
         return tuple([(values[v], int(own[values[v]].argmin())) for v, own in enumerate(self.own)])
+
+
+def _into(found: Table, views: Sequence[Table]) -> None:
+    """Put the least over the last axis of the sum of some tables, half by half until it is small."""
+    if found.size * max(view.shape[-1] for view in views) <= AT_ONCE or found.size == 1:
+        found[...] = reduce(np.add, views).min(axis=-1)
+        return
+    axis = int(np.argmax(found.shape))
+    for half in (slice(None, found.shape[axis] // 2), slice(found.shape[axis] // 2, None)):
+        own = (slice(None),) * axis + (half,)
+        _into(found[own], [view[own] if view.shape[axis] > 1 else view for view in views])
 
 
 def _as(table: Table, scope: Scope, wanted: Scope) -> Table:
