@@ -11,15 +11,17 @@ import pytest
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Profile
 from roundelay.ir.layout import signature_on
+from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import B, Signature, Split
 from roundelay.planner.cost_model import roofline
 from roundelay.planner.mesh_signatures import MeshFacts
 from roundelay.search.signatures.boxing_prices import Link
-from roundelay.search.signatures.clusters import Cluster
+from roundelay.search.signatures.clusters import Cluster, Clusters
+from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.problem import Machine, Problem, problem
 from roundelay.search.signatures.searched import signatures_on, table
-from roundelay.search.signatures.tables import Priced, Tables, solve
-from roundelay.search.signatures.ways import splits
+from roundelay.search.signatures.tables import Priced, Solution, Tables, solve
+from roundelay.search.signatures.ways import State, letters, splits, state, ways
 from tests.planner.test_priced import Transformer, facts_of
 from tests.search.small_graphs import Drawn, brute_force
 
@@ -47,7 +49,7 @@ def test_small_models_are_solved_as_by_brute_force() -> None:
 
 @pytest.mark.parametrize("first", range(100, 400, 30))
 def test_larger_models_are_solved_as_by_brute_force(first: int) -> None:
-    assert sum(agrees(seed, 5, 100_000) for seed in range(first, first + 30)) >= 20
+    assert sum(agrees(seed, 5, 40_000) for seed in range(first, first + 30)) >= 20
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ MEGATRON: Mapping[str, Signature] = {
 def lie_so(cluster: Cluster, way: int, axis: str, places: Mapping[str, Signature]) -> bool:
     """Whether the parameters of a cluster have these signatures over an axis, and all others are whole."""
     return all(
-        signature_on(splits(dims, own, {"tensor": 2, "data": 2}, together=True), axis) == places.get(name, B)
+        signature_on(splits(dims, own, MESH, together=True), axis) == places.get(name, B)
         for op, own in zip(cluster.ops, cluster.ways[way], strict=True)
         for name, dims in op.form.args.items()
         if name.startswith("p_")
@@ -94,7 +96,12 @@ def of_family(cluster: Cluster, axis: str, places: Mapping[str, Signature] | Non
 
 
 def priced(made: Problem, family: Mapping[str, Mapping[str, Signature] | None], level: int = 0) -> float:
-    """Seconds of the best choice of a family: for each axis signatures of parameters, or None: data parallel."""
+    """Seconds of the best choice of a family."""
+    return best_of(made, family, level).seconds
+
+
+def best_of(made: Problem, family: Mapping[str, Mapping[str, Signature] | None], level: int = 0) -> Solution:
+    """The best choice of a family: for each axis signatures of parameters, or None: data parallel."""
     tables = []
     for variable, own in zip(made.variables, made.tables.own, strict=True):
         seconds = own.seconds.copy()
@@ -107,7 +114,7 @@ def priced(made: Problem, family: Mapping[str, Mapping[str, Signature] | None], 
         if len(variable.variants) > 1:
             seconds[:, [own_level != level for own_level, _ in variable.variants]] = np.inf
         tables.append(Priced(seconds, own.memory))
-    return solve(Tables(tuple(tables), made.tables.pairs)).seconds
+    return solve(Tables(tuple(tables), made.tables.pairs))
 
 
 @pytest.mark.parametrize("link", [None, Link(0.0, 1e7), Link(1e-3, 1e9)])
@@ -136,6 +143,70 @@ def test_data_parallel_is_computation_in_parts_and_the_sum_of_all_gradients(tran
     assert priced(made, {"data": None}) == pytest.approx(3 * compute / 4 + sums)
 
 
+def test_zero_3_gathers_twice_and_scatters_once_in_each_micro_batch(transformer: MeshFacts) -> None:
+    links = {"tensor": Link(0.0, 1e9), "data": Link(1e-5, 1e8)}
+    nothing = Profile(*[(0.0,) * (len(transformer.graph.ops) + 1)] * 3)
+    made = problem(transformer, Machine(MESH, links, nothing, 5), variants=True)
+    sizes = [own.num_bytes for own in transformer.graph.parameters.values()]
+    once = sum(size / 2 / 1e9 + 1e-5 + size / 4 / 1e8 for size in sizes)  # half over the fast axis, then over the slow
+    assert priced(made, dict.fromkeys(MESH, None), level=3) == pytest.approx(5 * 3 * once)
+    assert priced(made, dict.fromkeys(MESH, None), level=1) == pytest.approx(2 * once)
+
+
+def test_levels_of_zero_leave_a_worker_its_part_of_states_and_of_all(transformer: MeshFacts) -> None:
+    mesh, links = {"data": 4}, {"data": Link(1e-5, 1e8)}
+    made = problem(transformer, Machine(mesh, links, roofline(transformer.graph)), variants=True)
+    held = [best_of(made, {"data": None}, level).memory for level in (0, 1, 3)]
+    weights = sum(own.num_bytes for own in transformer.graph.parameters.values())
+    assert held[0] - held[1] == pytest.approx(2 * weights * 3 / 4)
+    assert held[0] - held[2] == pytest.approx(4 * weights * 3 / 4)
+
+
+def test_what_is_boxed_is_held_too(transformer: MeshFacts) -> None:
+    made = problem(transformer, Machine(MESH, LINKS, roofline(transformer.graph)))
+    edge = next(edge for edge in made.edges if edge.reader == "transpose_3")
+    sources, targets = edge.states
+    table_of = made.tables.pairs[min(edge.ends), max(edge.ends)].memory
+    memory = table_of if edge.ends[0] < edge.ends[1] else table_of.T
+    whole, rows = State((), ()), State((("data", Split(0)),), (("data", Split(0)),))
+    num_bytes = len(made.variables[edge.ends[0]].clusters) * transformer.graph.values[edge.value].num_bytes
+    assert memory[sources.index(whole), targets.index(whole)] == 0
+    assert memory[sources.index(whole), targets.index(rows)] == num_bytes / 2
+    assert memory[sources.index(rows), targets.index(whole)] == num_bytes
+
+
+def test_a_weight_that_two_operations_read_is_stored_once(transformer: MeshFacts) -> None:
+    made = problem(transformer, Machine(MESH, LINKS, roofline(transformer.graph)))
+    (number,) = [i for i, variable in enumerate(made.variables) if variable.weight]
+    assert len([edge for edge in made.edges if edge.ends[0] == number]) == 2
+    assert made.variables[number].terms["gradient sums"].any()
+
+
+def test_a_value_that_a_cluster_reads_twice_lies_one_way() -> None:
+    plain, turned, product = ((((a, 4),), ((b, 4),)) for a, b in ((0, 1), (1, 0), (0, 2)))
+    scaled = LocalOp("x", OpForm({"input": plain}, (plain,), (frozenset(["input"]),)), ("x",), True)
+    transposed = LocalOp("y", OpForm({"x": plain}, (turned,), (frozenset("x"),)), ("y",), True)
+    together = OpForm({"x": plain, "y": ((((1, 4),), ((2, 4),)))}, (product,), (frozenset("x"), frozenset("y")))
+    ops = (scaled, transposed, LocalOp("z", together, ("z",), True))
+    clusters = Clusters(ops, {"a": 2}, {}, ["z"])
+    (members,) = clusters.of(ops)
+    own = clusters.cluster(members)
+    assert own.ways
+    for one, two, three in own.ways:
+        lies = clusters.state(scaled, one, 1)
+        assert lies == clusters.state(transposed, two, 0) == clusters.state(ops[2], three, 0)
+
+
+@pytest.mark.parametrize(("axes", "count"), [(2, 28), (3, 176)])
+def test_all_orders_of_axes_that_split_one_dimension_are_tried(axes: int, count: int) -> None:
+    """28 lays of three dimensions over two axes where 25 have no order, and 176 over three where 125 have none."""
+    dims = tuple([((label, 8),) for label in range(3)])
+    op = LocalOp("sum", OpForm({"x": dims}, (dims,), (frozenset("x"),)), ("sum",), True)
+    mesh = dict.fromkeys("abc"[:axes], 2)
+    every = ways(op, letters(op, frozenset()), mesh)
+    assert len({state(op, way, 1, mesh).value for way in every}) == count
+
+
 def test_megatron_sums_twice_forward_and_twice_backward_in_each_block(transformer: MeshFacts) -> None:
     """But for the last of these sums, as the embedding's gradient is smaller than that of its result."""
     nothing = Profile(*[(0.0,) * (len(transformer.graph.ops) + 1)] * 3)
@@ -155,8 +226,9 @@ def test_repeated_modules_are_computed_alike_and_cost_no_less(transformer: MeshF
 
 def test_less_memory_takes_weights_in_parts_and_more_seconds(transformer: MeshFacts) -> None:
     free = signatures_on(transformer, MESH, LINKS)
-    fits = signatures_on(transformer, MESH, LINKS, memory=int(0.6 * free.memory))
-    assert fits.memory <= 0.6 * free.memory
+    fits = signatures_on(transformer, MESH, LINKS, memory=int(0.5 * free.memory))
+    assert fits.memory <= 0.5 * free.memory
+    assert {name.rstrip("_1") for name in fits.again} == {"gelu"}
     assert fits.seconds > free.seconds
     assert fits.gap == 0
     assert {*fits.levels.values()} & {1, 3}
