@@ -158,6 +158,13 @@ def test_levels_of_zero_leave_a_worker_its_part_of_states_and_of_all(transformer
     made = problem(transformer, Machine(mesh, links, roofline(transformer.graph)), variants=True)
     held = [best_of(made, {"data": None}, level).memory for level in (0, 1, 3)]
     weights = sum(own.num_bytes for own in transformer.graph.parameters.values())
+    views = ("getitem", "transpose", "unflatten", "flatten", "reshape", "view")
+    kept = sum(
+        own.num_bytes
+        for name, own in transformer.graph.values.items()
+        if not name.startswith((*views, "input", "batch"))
+    )
+    assert held[0] == 4 * weights + kept / 4
     assert held[0] - held[1] == pytest.approx(2 * weights * 3 / 4)
     assert held[0] - held[2] == pytest.approx(4 * weights * 3 / 4)
 
@@ -228,7 +235,14 @@ def test_less_memory_takes_weights_in_parts_and_more_seconds(transformer: MeshFa
     free = signatures_on(transformer, MESH, LINKS)
     fits = signatures_on(transformer, MESH, LINKS, memory=int(0.5 * free.memory))
     assert fits.memory <= 0.5 * free.memory
-    assert {name.rstrip("_1") for name in fits.again} == {"gelu"}
+    assert {*fits.again} <= {
+        "gelu",
+        "gelu_1",
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention_1",
+        "add_3",
+    }
+    assert fits.again
     assert fits.seconds > free.seconds
     assert fits.gap == 0
     assert {*fits.levels.values()} & {1, 3}

@@ -94,12 +94,16 @@ class Variable(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is searched: variables, the edges between them, their tables, and prices of boxings by value."""
+    """What is searched: variables, the edges between them, their tables, and prices of boxings by value.
+
+    Operations are repeatable whose results may be computed again: without weights, and read by one other.
+    """
 
     variables: Sequence[Variable]
     edges: Sequence[Edge]
     tables: Tables
     prices: Mapping[str, BoxingPrices]
+    repeatable: frozenset[str]
 
 
 def problem(facts: MeshFacts, machine: Machine, *, tied: bool = True, variants: bool = False) -> Problem:
@@ -126,6 +130,14 @@ class _Builder:
             op.name: own
             for op, *own in zip(facts.graph.ops, machine.profile.forward_s, machine.profile.backward_s, strict=False)
         }
+        reads = Counter(name for op in self._ops for name in op.form.args)
+        self._repeatable = frozenset(
+            op.name
+            for op in self._ops
+            if not _is_view(op)
+            and not self._weights.keys() & op.form.args.keys()
+            and all(reads[name] < 2 for name in op.results)
+        )
         self._made: dict[Hashable, object] = {}
         self._numbers: dict[Hashable, int] = {}
         self._variables: list[Variable] = []
@@ -182,7 +194,7 @@ class _Builder:
             each_s = [self._seconds[name] for name in {op.name, *op.results} if name in self._seconds]
             forward_s, backward_s = self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
             held = sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
-            repeatable = i < len(ops) - 1 or not self._weights.keys() & op.form.args.keys()
+            repeatable = op.name in self._repeatable
             for n, (_, again) in enumerate(variable.variants):
                 variable.terms[COMPUTE][:, n] += forward_s + backward_s
                 variable.terms[AGAIN][:, n] += forward_s * (again and repeatable)
@@ -192,7 +204,7 @@ class _Builder:
     def _held(self, forms: Hashable, own: Cluster, number: int, port: int) -> Table:
         """Bytes of a result that a worker keeps for the backward, by the cluster's ways."""
         op, mesh = own.ops[number], self._machine.mesh
-        kept = op.differentiable and op.form.linear != (frozenset(op.form.args),)  # a view keeps nothing of its own
+        kept = op.differentiable and not _is_view(op)
 
         def shares() -> Table:
             return np.array([share(self._clusters.state(op, way[number], port).value, mesh) for way in own.ways])
@@ -252,7 +264,7 @@ class _Builder:
             boxed[key] = boxed.get(key) or _boxed(edge.states, prices[size], size[1], machine)
             _add(own, pairs, edge.ends, boxed[key])
         by_value = {edge.value: prices[self._size(edge.value)] for edge in self._edges}
-        return Problem(self._variables, self._edges, Tables(tuple(own), pairs), by_value)
+        return Problem(self._variables, self._edges, Tables(tuple(own), pairs), by_value, self._repeatable)
 
     def _size(self, name: str) -> tuple[tuple[int, ...], float]:
         """Shape and bytes."""
@@ -275,6 +287,11 @@ def _weight_price(
     if level == 3:
         return 0.0, 3 * machine.micro_batches * once_s, local / parts * (2 + machine.state_ratio)
     return 2 * once_s, 0.0, local * (2 + machine.state_ratio / (parts if level else 1))
+
+
+def _is_view(op: LocalOp) -> bool:
+    """Whether it keeps nothing of its own: it is linear in the one tensor that it reads."""
+    return len(op.form.args) == 1 and op.form.linear != ()
 
 
 def _stored(read: State) -> State:

@@ -140,7 +140,7 @@ def told(facts: MeshFacts, machine: Machine, made: Problem, solution: Solution) 
                 levels |= {name: level for name, _ in read}
                 for port, (name, _) in enumerate(op.ports[len(op.form.args) :], len(op.form.args)):
                     values[name] = state(op, way, port, machine.mesh).value
-                again += [op.name] if repeats and not (read and op is cluster.ops[-1]) else []
+                again += [op.name] if repeats and op.name in made.repeatable else []
         if variable.weight:
             parameters[names[variable.weight]] = variable.states[value].value
             levels[names[variable.weight]] = level
