@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.ways import State, Way, letters, state, ways
@@ -21,15 +21,10 @@ Ops = tuple[LocalOp, ...]
 """Of a cluster, in order: the last one chooses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Some operations, and the ways to compute them.
+class Cluster(NamedTuple):
+    """Some operations: for each way to compute them those of each, how they read tensors from outside, and the results.
 
-    Args:
-        ops: in order.
-        ways: for each way of the cluster those of its operations.
-        reads: how it reads tensors from outside, by the number of the operation and of its port.
-        results: how the last one's results lie.
+    Reads are by the number of the operation and of its port; results are the last operation's.
     """
 
     ops: Ops

@@ -184,7 +184,7 @@ class _Builder:
     def _add_cluster(self, ops: Ops) -> tuple[int, Cluster]:
         forms = _wiring(ops), *[self._clusters.form_key(op) for op in ops]
         made = self._once(forms, lambda: self._clusters.cluster(ops))
-        own = Cluster(ops, made.ways, made.reads, made.results)
+        own = made._replace(ops=ops)
         stands = tuple([self._stands.get(op.name, op.name) for op in ops])
         number = self._variable((stands, forms), len(own.ways), self._variants)
         variable = self._variables[number]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph, Profile
@@ -24,17 +25,8 @@ from roundelay.search.signatures.tables import Solution, solve
 from roundelay.search.signatures.ways import splits, state
 
 
-@dataclass(frozen=True, slots=True)
-class PricedBoxing:
-    """A boxing.
-
-    Args:
-        value: its name.
-        reader: name of the operation; the value's own where several read what it is boxed to.
-        forward: the steps.
-        backward: those of the gradient.
-        seconds: of a batch.
-    """
+class PricedBoxing(NamedTuple):
+    """A value's boxing, forward and of its gradient, for a reader: itself where several read it. Seconds of a batch."""
 
     value: str
     reader: str
@@ -118,14 +110,7 @@ def signatures_on(
 
 
 def told(facts: MeshFacts, machine: Machine, made: Problem, solution: Solution) -> SearchedSignatures:
-    """A solution in the words of the model.
-
-    Args:
-        facts: of the model.
-        machine: where it is computed.
-        made: the problem.
-        solution: of it.
-    """
+    """A solution in the words of the model."""
     names = {place: name for name, place in facts.places.items()}
     parameters, values, levels, again = dict[str, Lay](), dict[str, Lay](), dict[str, int](), list[str]()
     terms: dict[str, float] = {}
@@ -183,12 +168,7 @@ def _not_runnable(machine: Machine, graph: Graph, parameters: Mapping[str, Lay],
 
 
 def table(found: SearchedSignatures, graph: Graph) -> str:
-    """What was found as text: seconds with their terms, and signatures by module, with ``*`` in place of numbers.
-
-    Args:
-        found: it.
-        graph: of the model.
-    """
+    """What was found as text: seconds with their terms, and signatures by module, with ``*`` in place of numbers."""
     last = {op.module: op.name for op in graph.ops if op.module and op.name in found.values}
     results = {module: found.values[name] for module, name in last.items()}
     head = [

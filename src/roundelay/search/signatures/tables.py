@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -73,16 +73,8 @@ class Tables:
         return float(sum(table.seconds[own] for table, own in at)), float(sum(table.memory[own] for table, own in at))
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """The best choice.
-
-    Args:
-        choice: it.
-        seconds: it takes.
-        memory: bytes that it needs.
-        bound_s: seconds that no choice undercuts.
-    """
+class Solution(NamedTuple):
+    """The best choice, with its seconds, the bytes that it needs, and seconds that no choice undercuts."""
 
     choice: Choice
     seconds: float
@@ -178,7 +170,7 @@ def solve(tables: Tables, limit: float | None = None, seconds: float = SECONDS) 
     free = _Elimination(tables, 0.0)
     fast = _solution(tables, free)
     if limit is None or fast.memory <= limit:
-        return replace(fast, bound_s=fast.seconds)
+        return fast._replace(bound_s=fast.seconds)
     smallest = _Elimination(tables, math.inf)
     lean = _solution(tables, smallest)
     if lean.memory > limit:
@@ -212,12 +204,8 @@ class _Branches:
 
     Of two partial choices that leave the same to choose from, one with more seconds and more bytes is dropped.
 
-    Args:
-        tables: what adds up.
-        weighted: eliminations at prices of bytes, with these prices, from the best bound to that without a price.
-        lean: that of bytes alone.
-        limit: bytes.
-        end: when to stop.
+    Each elimination at a price of bytes gives a bound, the last of them without a price; that of bytes alone says what
+    fits.
     """
 
     def __init__(
@@ -238,7 +226,7 @@ class _Branches:
         """The best choice that fits, from one that does; the bound is its own seconds where all others are refuted."""
         self._best = found
         self._go(len(self._all[0].buckets) - 1, {}, self._bases)
-        return replace(self._best, bound_s=self._bases[0] if self._cut else self._best.seconds)
+        return self._best._replace(bound_s=self._bases[0] if self._cut else self._best.seconds)
 
     def _go(self, number: int, chosen: Mapping[int, tuple[int, int]], spent: Sequence[float]) -> None:
         if number < 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from roundelay.ir.deduction import Row
@@ -71,18 +70,11 @@ def _places(op: LocalOp) -> dict[int, tuple[str | int, Split]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way on a mesh.
+class Way(NamedTuple):
+    """One way on a mesh: a letter for each axis, the order of axes that split a label, and parts of its work."""
 
-    Args:
-        letters: of each axis, by its name.
-        order: of the axes that split a label.
-        parts: into how many its work is divided.
-    """
-
-    letters: Mapping[str, Letter] = field(hash=False)
-    order: Mapping[int, tuple[str, ...]] = field(hash=False)
+    letters: Mapping[str, Letter]
+    order: Mapping[int, tuple[str, ...]]
     parts: int
 
 
@@ -123,7 +115,7 @@ def splits(dims: Dims, way: Way, mesh: Mapping[str, int], *, together: bool = Fa
 
     Args:
         dims: of the tensor.
-        way: how the operation is computed that has it.
+        way: of the operation that has it.
         mesh: sizes of the axes.
         together: write what stays together, for operations that cut the dimension there.
     """
