@@ -173,9 +173,7 @@ def table(found: SearchedSignatures, graph: Graph) -> str:
     results = {module: found.values[name] for module, name in last.items()}
     head = [
         f"{found.seconds * 1e3:.3f} ms a batch, {bytes_text(round(found.memory))} a worker",
-        f"the best of {_count(found.space)} choices"
-        if found.gap == 0
-        else f"of {_count(found.space)} choices; gap {found.gap:.2%}",
+        f"the best found of {_count(found.space)} choices; gap {found.gap:.2%}",
         ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in found.terms.items() if seconds),
     ]
     rows = [("parameter", "signatures"), *_rows(found.parameters), ("result of", "signatures"), *_rows(results)]
