@@ -25,7 +25,7 @@ from roundelay.lower.reading import read
 from roundelay.planner.prove_plan import prove
 from roundelay.schedule_grid import legend, staircase
 from roundelay.schedules import StateRoute, holders_of
-from roundelay.simulator import Interval, Simulation, simulate
+from roundelay.simulator import Interval, Simulation, held_by_stage, simulate
 
 SIZES = range(2, 9)
 RULES = ("cdp-v1", "cdp-v2")
@@ -306,3 +306,14 @@ def test_a_table_that_says_neither_version_is_refused_by_the_rule_s_name(said: o
     rule = replace(rule_named("cdp-v1"), name="mine", fresh=says(said))
     with pytest.raises(PlanError, match=rf"the table of rule 'mine' at \(2, 1, 3\): got {told}"):
         rule.is_fresh(2, 1, 3)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("layout", ["single", "dp", "mp", "zero"])
+def test_what_a_worker_holds_is_the_same_if_each_instruction_is_looked_at(
+    layout: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = form(layout, rule, 4, 3)
+    found = run_of(plan).workers
+    monkeypatch.setattr(held_by_stage._HeldByStage, "is_settled", lambda *_: False)
+    assert run_of(plan).workers == found

@@ -21,6 +21,7 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.simulator import Simulation, simulate
+from roundelay.simulator.held_by_stage import peaks
 from tests.actor.drive import World, in_turn
 from tests.lower.plans import ASYNCHRONOUS, FEW, RULES, counts_for, edge_of, plan_of, plans
 
@@ -456,3 +457,12 @@ def test_a_run_without_any_work_time_has_no_bubble() -> None:
 def test_norms_on_their_way_to_stage_0_hold_no_stage_up(num_stages: int, micro_batches: int) -> None:
     plan, counts = plan_of("pipedream", num_stages, micro_batches), [micro_batches] * 8
     assert sim(replace(plan, clip=Clip.parse("previous:1")), counts).makespan_s == sim(plan, counts).makespan_s
+
+
+def test_a_version_that_no_later_forward_reads_is_held_until_the_next_forward() -> None:
+    """What reads between an update and that forward holds both, and nothing else does."""
+    plan = plan_of("1f1b", 1, 1)
+    _, first, back, update, after, *_ = sim(plan, [1, 1]).intervals
+    ran = [first._replace(keep=0), back, update, after, first._replace(g=1, version=1, reads=1, keep=1)]
+    assert [i.opcode for i in ran] == ["forward", "backward", "update", "read", "forward"]
+    assert peaks(emit(read(plan))[0], plan.stages, ran)["versions"] == 2

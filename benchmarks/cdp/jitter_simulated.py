@@ -103,8 +103,10 @@ def _programs(size: int, rule: str) -> Sequence[Program]:
 def _sizes(size: int, rule: str) -> dict[int, dict[int, int]]:
     """Bytes that each worker sends on a channel of gradients; the other channels stay within a worker, or are free."""
     plan = plan_of(size, rule)
-    exchanged, sizes = exchanges_of(read(plan)), {}
-    for channel in channels_of(read(plan)):
+    reading = read(plan)
+    channels = channels_of(reading)
+    exchanged, sizes = exchanges_of(reading, channels), {}
+    for channel in channels:
         holders = [port.worker for port in channel.sources]
         if channel.phases:
             sent = [sum(exchanged[channel.id].bytes_sent(size, position)) for position in range(size)]

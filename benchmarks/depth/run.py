@@ -223,7 +223,8 @@ def cost(line: Line, depth: int) -> tuple[int, float]:
         mesh={}, parameters={}, outputs={}, states={}, shards=0,
         sharded=(),
         transport="memory", deadline_s=1.0, latency_s=0.0,
-        bytes_per_s=1e12, read_s=0.0, input_bytes=0, workers=workers, stages=stages, edges=edges, exchanges=(),
+        bytes_per_s=1e12, instruction_s=0.0, read_s=0.0, input_bytes=0,
+        workers=workers, stages=stages, edges=edges, exchanges=(),
     )  # fmt: skip
     few, many = (simulate(plan, emit(read(plan)), stream([parts] * n)) for n in (2 * depth, 4 * depth))
     share = 2 * depth * 9e-3 / (many.makespan_s - few.makespan_s)

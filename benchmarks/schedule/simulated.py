@@ -73,6 +73,7 @@ def plan(rule: str, workers: int, micro_batches: int) -> Plan:
         deadline_s=1.0,
         latency_s=0.0,
         bytes_per_s=1.0,
+        instruction_s=0.0,
         read_s=0.0,
         input_bytes=0,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(workers)),

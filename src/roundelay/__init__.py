@@ -18,7 +18,7 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to load, in which a Ctrl-C 
 if TYPE_CHECKING:
     from typing import Any
 
-    from roundelay.api import Updated, capture, compare, empty_weights, load, plan, simulate, train, verify
+    from roundelay.api import Updated, calibrate, capture, compare, empty_weights, load, plan, simulate, train, verify
     from roundelay.errors import PlanWarning, RoundelayError
     from roundelay.global_tensor import (
         GlobalTensor,
@@ -43,6 +43,7 @@ if sys.modules.get("torch") is not None:  # else it is loaded with the first nam
 
 _HOMES = {
     "Updated": "roundelay.api",
+    "calibrate": "roundelay.api",
     "capture": "roundelay.api",
     "compare": "roundelay.api",
     "empty_weights": "roundelay.api",
@@ -80,6 +81,7 @@ __all__ = [
     "StopTraining",
     "UpdateRule",
     "Updated",
+    "calibrate",
     "capture",
     "compare",
     "empty_weights",

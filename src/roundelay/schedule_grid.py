@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from roundelay.ir.action import grid
 from roundelay.ir.micro_batch import stream
@@ -47,7 +48,9 @@ def staircase(plan: Plan, batches: int) -> str:
     uniform = [
         replace(stage, forward_s=1.0, backward_s=1.0, weights_s=_halved(plan), update_s=0.0) for stage in plan.stages
     ]
-    unit = replace(plan, stages=tuple(uniform), latency_s=0.0, bytes_per_s=1e30, read_s=0.0, backward=_one_slot(plan))
+    free: dict[str, Any] = {"latency_s": 0.0, "bytes_per_s": 1e30, "instruction_s": 0.0, "read_s": 0.0}
+    exchanges = tuple([replace(one, seconds=0.0, busy_s=0.0) for one in plan.exchanges])
+    unit = replace(plan, stages=tuple(uniform), exchanges=exchanges, backward=_one_slot(plan), **free)
     simulation = simulate(unit, emit(check_plan(unit)), stream([plan.micro_batches] * batches))
     if read(plan).form is not None:
         laid_out = {k: _cells(plan, simulation.intervals_of(k)) for k in range(plan.num_workers)}

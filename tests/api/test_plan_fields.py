@@ -350,7 +350,7 @@ def computes_on_two_threads() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 11}),
+    "format": lambda _: refused({"format": 12}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -375,6 +375,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "deadline_s": keeps_deadline,
     "latency_s": lambda _: slower({"latency_s": 0.01}),
     "bytes_per_s": lambda _: slower({"bytes_per_s": 1e4}) and refused({"bytes_per_s": 0.0}),
+    "instruction_s": lambda _: slower({"instruction_s": 0.001}),
     "read_s": lambda _: slower({"read_s": 0.05}),
     "input_bytes": lambda _: sends_inputs(),
     "stages.segments": cuts_elsewhere,
@@ -408,6 +409,8 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
         exchanges_slower(shapes=((9000,), (1,))) and exchanges_refused(shapes=((9000,), (1,)))
     ),
     "exchanges.unused": lambda _: leaves_out(),
+    "exchanges.seconds": lambda _: exchanges_slower(seconds=9.0),
+    "exchanges.busy_s": lambda _: exchanges_slower(busy_s=9.0),
 }
 
 

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.finals import search_plan
 from tests.cli.harness import MLP, here
+from tests.planner.profiles import calibrated
 
 Screen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the tests' own: what one has measured the next has too."""
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path_factory.getbasetemp() / "profiles-of-searches"))
+    monkeypatch.setattr(search_plan, "calibrate", calibrated)
 
 
 @pytest.fixture
@@ -36,6 +45,7 @@ def test_terms_add_up_to_the_batch_that_simulation_gives(capsys: Screen, files: 
 
 def test_another_plan_stands_beside_it_term_by_term(capsys: Screen, files: list[Path]) -> None:
     found = here(capsys, "explain", files[0], "--diff", files[1], "--json").json
+    assert found["diff"].pop("name") == "1.toml"
     assert found["diff"] == here(capsys, "explain", files[1], "--json").json
     said = here(capsys, "explain", files[0], "--diff", files[1])
     assert said.code == 0
@@ -48,3 +58,44 @@ def test_what_is_no_plan_is_refused(capsys: Screen, files: list[Path], tmp_path:
     (tmp_path / "other.toml").write_text("rule = 1\n")
     assert here(capsys, "explain", tmp_path / "other.toml").code == 2
     assert here(capsys, "explain", files[0], "--diff", tmp_path / "none.toml").code == 2
+
+
+def test_the_best_plan_that_has_what_is_asked_for_stands_beside(capsys: Screen, files: list[Path]) -> None:
+    said = here(capsys, "explain", files[0], "--job", MLP, "--why-not", "zero=2", "--json")
+    assert said.code == 0, said.err
+    found = said.json
+    assert "--zero 2" in found["why_not"]["name"]
+    assert "--rule 1f1b" in found["why_not"]["name"]
+    assert "ZeRO 2" in found["why_not"]["arrangement"]
+    assert sum(found["why_not"]["terms"].values()) == pytest.approx(found["why_not"]["batch_s"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--job", MLP, "--why-not", "zer=2"), "Did you mean"),
+        (("--job", MLP, "--why-not", "zero=two"), "--why-not zero got 'two'"),
+        (("--job", MLP, "--why-not", "zero=7"), "zero"),
+        (("--why-not", "zero=2"), "Give --job"),
+        (("--job", MLP), "Give --why-not"),
+        (("--job", MLP, "--why-not", "zero=2", "--diff", "x.toml"), "Leave one of them out"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    capsys: Screen, files: list[Path], options: tuple[str, ...], told: str
+) -> None:
+    said = here(capsys, "explain", files[0], *options)
+    assert said.code == 2, said.told
+    assert told in said.told
+
+
+def test_another_signature_is_priced_on_the_plan_s_mesh(capsys: Screen, tmp_path: Path) -> None:
+    plan = tmp_path / "mesh.toml"
+    assert here(capsys, "plan", MLP, "--workers", 1, "--tensor-parallel", 2, "--cuts", "equal", "-o", plan).code == 0
+    name = next(
+        line.split("=")[0].strip().strip('"') for line in plan.read_text().splitlines() if '"tensor", "S(1)"' in line
+    )
+    found = here(capsys, "explain", plan, "--job", MLP, "--why-not", f"{name}=B", "--json")
+    assert found.code == 0, found.err
+    whole, divided = (one["memory"][0]["weights"] for one in (found.json["why_not"], found.json))
+    assert whole > divided

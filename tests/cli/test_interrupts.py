@@ -226,3 +226,13 @@ def listeners(pids: list[int]) -> list[str]:
             if fields[3] == "0A" and fields[9] in sockets:
                 found.append(fields[1].split(":")[0])
     return found
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm", "gloo"])
+def test_ctrl_c_while_measuring_writes_nothing(workplace: Path, transport: str) -> None:
+    with running(workplace, "calibrate", "--transport", transport, "--threads", 1, "-o", "machine.toml") as process:
+        assert process.stderr is not None
+        assert "sweep 1" in process.stderr.readline()
+        os.kill(process.pid, signal.SIGINT)
+        assert ended(process).code == 130
+    assert not list(workplace.iterdir())

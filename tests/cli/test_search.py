@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from roundelay.finals import search_plan
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.plan import Plan
+from roundelay.planner.machine_profile import MachineProfile
 from tests.cli.harness import MLP, here
+from tests.planner.profiles import calibrated
 
 TWO = ("plan", MLP, "--search", "--workers", 2, "--devices", "cpu")
 Screen = pytest.CaptureFixture[str]
@@ -20,6 +23,7 @@ Screen = pytest.CaptureFixture[str]
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the tests' own: what one has measured the next has too."""
     monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path_factory.getbasetemp() / "profiles-of-searches"))
+    monkeypatch.setattr(search_plan, "calibrate", calibrated)
 
 
 @pytest.fixture
@@ -32,7 +36,9 @@ def test_without_finals_the_predictions_decide_and_do_so_again(capsys: Screen, t
     assert said.code == 0, said.err
     found = said.json
     assert set(found) == {"plan", "space", "gap", "seconds", "chosen", "top", "baselines", "finals"}
-    assert set(found["seconds"]) == {"facts", "search", "finals", "plan"}
+    kept = Path(os.environ["ROUNDELAY_CACHE"]).rglob("*.toml")
+    assert {MachineProfile.parse(file.read_text()).transport for file in kept} == {"memory", "shm"}
+    assert set(found["seconds"]) == {"profile", "facts", "search", "finals", "plan"}
     assert found["finals"] == []
     assert found["chosen"] == found["top"][0]
     assert found["chosen"]["predicted_s"] <= min(one["predicted_s"] for one in found["baselines"].values() if one)

@@ -22,6 +22,7 @@ from roundelay.cli import launched_choices, plan_from_options
 from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.errors import CheckpointError
 from roundelay.observe.metrics_file import read_metrics
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from tests.cli.harness import MLP, environment, here, job_file, one_screen
 from tests.cli.jobs import mlp
@@ -105,6 +106,24 @@ def test_two_launched_processes_compute_what_one_host_alone_does(
     assert out.count("loss ") == 1, "one of them shows the result"
     assert here(capsys, "train", MLP, *run, "--out", workplace / "alone").code == 0
     same_end(workplace / "launched", workplace / "alone")
+
+
+def test_launched_processes_measure_a_profile_that_one_of_them_writes(workplace: Path) -> None:
+    launcher = ["--standalone", "--nproc-per-node", "2"]
+    process = torchrun(workplace, launcher, "--seconds", 0, "-o", "machine.toml", command="calibrate")
+    with ending(process):
+        out, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 0, out
+    assert out.count("Wrote machine.toml") == 1, "one of them leads"
+    profile = MachineProfile.parse((workplace / "machine.toml").read_text())
+    assert (profile.transport, profile.workers, profile.hosts) == ("gloo", 2, 1)
+    assert {row.kind for row in profile.links} == {
+        "message",
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
 
 
 def same_end(one: Path, other: Path) -> None:
@@ -483,8 +502,10 @@ def test_members_do_not_outlive_a_launcher_that_is_killed(workplace: Path) -> No
         (("train", MLP, "--transport", "memory"), ("--transport", "memory", "gloo")),
         (("train", MLP, "--restarts", 1), ("--restarts", "the launcher restarts")),
         (("plan", MLP), ("roundelay plan", "launcher")),
-        (("compare", MLP), ("roundelay compare", "launcher", "only `train` and `verify`")),
+        (("compare", MLP), ("roundelay compare", "launcher", "only `train`, `verify` and `calibrate`")),
         (("verify", MLP, "--workers", 3), ("--workers", "3", "2 processes")),
+        (("calibrate", "--workers", 3), ("--workers", "3", "2 processes")),
+        (("calibrate", "--transport", "shm"), ("--transport", "shm", "gloo")),
     ],
 )
 def test_what_makes_no_sense_under_a_launcher_is_refused(

@@ -63,6 +63,8 @@ EXCHANGES = st.builds(
     segment=INTS,
     shapes=st.lists(st.lists(INTS, max_size=2).map(tuple), max_size=2).map(tuple),
     unused=st.lists(TEXTS, max_size=2).map(tuple),
+    seconds=FLOATS,
+    busy_s=FLOATS,
 )
 PLANS = st.builds(
     Plan,
@@ -87,6 +89,7 @@ PLANS = st.builds(
     deadline_s=FLOATS,
     latency_s=FLOATS,
     bytes_per_s=FLOATS,
+    instruction_s=FLOATS,
     read_s=FLOATS,
     input_bytes=INTS,
     workers=st.lists(WORKERS, min_size=1, max_size=2).map(tuple),
@@ -243,7 +246,7 @@ def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) ->
 
 def test_a_plan_of_an_earlier_format_means_what_it_meant() -> None:
     lines = SMALL.text().splitlines()
-    added = {9: "shards = ", 8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
+    added = {10: "instruction_s = ", 9: "shards = ", 8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
     for version, field in added.items():
         lines = [line for line in lines if not line.startswith(field)]
         old = "\n".join(lines).replace(f"format = {FORMAT}", f"format = {version}")
@@ -273,7 +276,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "11", "'9'", "9.5", "9.0", "7.0", "true"])
+@pytest.mark.parametrize("version", ["0", "12", "'9'", "9.5", "9.0", "7.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

@@ -10,10 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from roundelay.ir.clip import NO_CLIP
-from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.exchange import USED, ExchangePlan, all_gather, all_reduce, reduce_scatter
 from roundelay.ir.loss_scale import NO_SCALE
 from roundelay.ir.plan import FORMAT, EdgePlan, Plan, StagePlan, WorkerPlan
 from roundelay.ir.rule import NO_PREDICTOR, rule_named
+from roundelay.ir.sbp import Split
 from roundelay.ir.work import Work
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
@@ -91,6 +92,7 @@ def plan_of(
         "deadline_s": 60.0,
         "latency_s": 0.0,
         "bytes_per_s": 1.0,
+        "instruction_s": 0.0,
         "read_s": 0.0,
         "input_bytes": 0,
         "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),
@@ -161,3 +163,50 @@ def counts_for(draw: st.DrawFn, plan: Plan, max_micro_batches: int = 12) -> list
     while sum(counts) > max_micro_batches:
         counts.pop()
     return counts or [1]
+
+
+def on_grid(plan: Plan, replicas: int, parts: int, zero: int = 0) -> Plan:
+    """The plan with replicas of a mesh, whose stages box a value behind their first segment, with ZeRO or without."""
+    wide = replicated(plan, replicas * parts)
+    boxed = ExchangePlan(**OF_WEIGHTS, dtypes=("float32",), shapes=((8, 4),))
+    whole = replace(boxed, dtypes=("float32", "float64"), shapes=((10,), (1,)))
+    rows = replace(boxed, shapes=((replicas, 5),))
+    of_stage = []
+    if parts > 1:
+        of_mesh = replace(boxed, axis="tensor", value="x_box")
+        of_stage += [replace(of_mesh, kind=kind) for kind in ("boxed", "boxed-gradient")]
+        of_stage.append(replace(whole, axis="tensor"))
+    if replicas > 1:
+        of_stage.append(whole)
+        if zero == 1:
+            of_stage.append(replace(rows, kind="weight", phases=all_gather()))
+        if zero == 3:
+            of_stage.append(replace(rows, kind="gradient-parts", phases=reduce_scatter()))
+            of_stage += [replace(rows, kind=kind, phases=all_gather(), segment=i) for kind in USED for i in (0, 1)]
+    split = (("replicas", Split(0)),)
+    return replace(
+        wide,
+        replicas=replicas,
+        mesh={"tensor": parts} if parts > 1 else {},
+        states={"*": split} if zero and replicas > 1 else {},
+        sharded=("states", "gradients", "weights")[: max(zero, 1)],
+        exchanges=tuple(replace(exchange, stage=k) for k in range(plan.num_stages) for exchange in of_stage),
+    )
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Plan:
+    """Plans of replicas and meshes, with any times."""
+    plan = draw(plans((*RULES, "zb-v"), 4, 3))
+    plan = on_grid(plan, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from((0, 1, 3))))
+    seconds = st.floats(0.0, 3.0)
+    times = ("forward_s", "backward_s", "weights_s", "update_s")
+    return replace(
+        plan,
+        latency_s=draw(seconds),
+        bytes_per_s=draw(st.floats(1.0, 100.0)),
+        read_s=draw(seconds),
+        input_bytes=draw(st.integers(0, 50)),
+        stages=tuple(replace(stage, **{name: draw(seconds) for name in times}) for stage in plan.stages),
+        edges=tuple(replace(edge, forward_bytes=draw(st.integers(0, 50))) for edge in plan.edges),
+    )

@@ -229,3 +229,36 @@ def test_seconds_of_the_cpu_are_no_price_of_a_gpu(choices: dict[str, Any], machi
     facts = facts_of(Perceptron, "fp32")
     with pytest.raises(roundelay.RoundelayError, match="the price of a plan: got workers on cuda:0"):
         priced(facts, Choices(workers=2, cuts="equal", **choices), machine)
+
+
+def test_what_is_kept_of_a_model_changes_no_plan() -> None:
+    """Plans made one after the other of the same facts are those that each makes of its own."""
+    kept = ModelFacts.decode(facts_of(Transformer, "fp32").encode())
+    sizes: list[dict[str, Any]] = [
+        {"workers": 1, "data_parallel": 2},
+        {"workers": 2, "tensor_parallel": 2},
+        {"workers": 1, "data_parallel": 2, "tensor_parallel": 2},
+        {"workers": 2, "data_parallel": 4},
+    ]
+    others: list[dict[str, Any]] = [
+        {},
+        {"zero": 1},
+        {"zero": 3},
+        {"recompute": "blocks.0"},
+        {"rule": "pipeoptim"},
+        {"rule": "pipeoptim", "zero": 1},
+        {"cuts": "measured"},
+        {"micro_batches": 4, "cuts": "measured"},
+        {"cuts": "roofline"},
+    ]
+    machine = Hardware(2, 2)
+    for size in sizes:
+        for other in others:
+            if "zero" in other and "data_parallel" not in size:
+                continue
+            choices = Choices(**{"rule": "1f1b", "micro_batches": 2, "cuts": "equal"} | size | other)
+            made = priced(kept, choices, machine)
+            assert made == priced(replace(kept), choices, machine), choices
+            if other in ({}, {"zero": 1}):
+                assert ("weight" in {one.kind for one in made.plan.exchanges}) == (other == {"zero": 1})
+    assert 0 < len(kept.memo) < len(sizes) * len(others) * 4

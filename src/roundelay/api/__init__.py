@@ -1,7 +1,7 @@
 """The library's public API, which the commands use too.
 
-Each function takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to which it writes the
-trained weights.
+Each function but :func:`calibrate` takes a :class:`~roundelay.job.Job`. Only :func:`train` changes the job's model, to
+which it writes the trained weights.
 
 Names are loaded when first used: plans can be read and simulated where there is no torch.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roundelay.api.train_job import train
+    from roundelay.calibration.calibrate import calibrate
     from roundelay.comparison.comparison import compare
     from roundelay.planning.examined import default_workers
     from roundelay.planning.planning import capture, plan, simulate
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Updated": "session.events",
+    "calibrate": "calibration.calibrate",
     "capture": "planning.planning",
     "compare": "comparison.comparison",
     "default_workers": "planning.examined",
@@ -35,6 +37,7 @@ _HOMES = {
 
 __all__ = [
     "Updated",
+    "calibrate",
     "capture",
     "compare",
     "default_workers",

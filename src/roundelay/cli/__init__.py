@@ -1,4 +1,4 @@
-"""The command line: ``roundelay train | plan | simulate | verify | report | compare | doctor``."""
+"""The command line: ``roundelay train | plan | simulate | verify | report | compare | calibrate | doctor``."""
 
 import ctypes
 import importlib

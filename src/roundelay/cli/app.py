@@ -17,9 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from roundelay import env
+from roundelay.calibration import SECONDS
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
-from roundelay.cli.check_options import check_choices, check_comparison, check_lengths, check_run, check_search
+from roundelay.cli.check_options import (
+    check_choices,
+    check_comparison,
+    check_explained,
+    check_lengths,
+    check_run,
+    check_search,
+)
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
 from roundelay.cli.loading import load
@@ -180,10 +188,45 @@ def explain(
     diff: Annotated[
         Path | None, typer.Option(help="Another plan: what each term of it takes beside.", metavar="PLAN")
     ] = None,
+    job_file: Annotated[Path | None, typer.Option("--job", help="The job, for --why-not.", metavar="JOB.py")] = None,
+    why_not: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the best plan that has this beside the plan, both predicted from the job: a choice such as "
+            "zero=3, or a parameter's signature such as 'layers.0.up.weight=S(1)'.",
+            metavar="NAME=VALUE",
+        ),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Explain a plan: where its predicted time and memory go, term by term."""
-    load("cli.explain_command").explain_command(plan_file, diff, as_json=as_json)
+    check_explained(diff, job_file, why_not)
+    load("cli.explain_command").explain_command(plan_file, diff, job_file, why_not, as_json=as_json)
+
+
+@app.command("calibrate", epilog="Example: `roundelay calibrate --workers 2 --transport shm`")
+def calibrate(
+    workers: Annotated[
+        int | None, typer.Option(help="How many. [default: 2; under a launcher one for each process]", min=1)
+    ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="memory, shm or gloo. [default: memory; under a launcher gloo]")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Intra-op threads of each worker. [default: the cores, shared]", min=1)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Measure again and again for so many seconds.", min=0)] = SECONDS,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it. [default: the cache, for later plans]")
+    ] = None,
+    as_json: o.Json = False,
+) -> int:
+    """Measure this machine for planning: messages, exchanges, instructions, operators."""
+    command = load("cli.calibrate_command")
+    choices = Choices(workers=workers, transport=transport, threads=threads, devices="cpu")
+    process_group, choices = load("cli.launched_choices").joined(choices, 0)
+    SIGNALS.join()
+    return int(command.calibrate_command(choices, seconds, output, process_group, as_json=as_json))
 
 
 app.command("table", epilog="Example: `roundelay table cdp --workers 3`")(table_command)

@@ -47,6 +47,19 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
     check_num_workers(choices.workers)
 
 
+def check_explained(diff: Path | None, job_file: Path | None, why_not: str | None) -> None:
+    """Check the options of ``explain``.
+
+    Raises:
+        UsageError: one of them needs another, or replaces it.
+    """
+    if diff is not None and why_not is not None:
+        raise UsageError("--diff with --why-not", got="both", expected="one of them", remedy="Leave one of them out.")
+    if (job_file is None) != (why_not is None):
+        got, other = ("--job", "--why-not") if why_not is None else ("--why-not", "--job")
+        raise UsageError(got, got="it alone", expected=f"{other} with it", remedy=f"Give {other}, or leave {got} out.")
+
+
 def check_run(run: RunOptions) -> None:
     """Check the options of a run.
 

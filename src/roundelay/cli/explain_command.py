@@ -2,41 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roundelay.cli.screen import show_json, stdout, table
+from roundelay.api import capture
+from roundelay.cli.screen import doing, show_json, stdout, table
+from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
+from roundelay.planner.inherited_choices import inherited
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
+from roundelay.planning.examined import Examined
+from roundelay.planning.job_file import load_job
 from roundelay.planning.planning import read_plan
 from roundelay.search.account import Account, account
+from roundelay.search.search import shown, tried
+from roundelay.search.why_not import why_not as find_why_not
 
 _NOTE = """
 Predicted, of the steady state's batches. The terms are those of the critical path and add up to the batch; what lies
 beside the path costs nothing. Memory is without the optimizer's states, of which a plan does not tell."""
 
 
-def explain_command(plan_file: Path, diff: Path | None, *, as_json: bool) -> None:
+def explain_command(
+    plan_file: Path, diff: Path | None, job_file: Path | None, why_not: str | None, *, as_json: bool
+) -> None:
     """Explain a plan.
 
     Args:
         plan_file: the plan.
         diff: another plan to compare it with.
+        job_file: whose plan it is.
+        why_not: what the plan does not have; the best plan of the job that has it stands beside.
         as_json: print one JSON object.
     """
-    files = [plan_file, *([diff] if diff is not None else [])]
-    plans = [read_plan(file) for file in files]
-    for plan in plans:
+    plans = {plan_file.name: read_plan(plan_file)}
+    if diff is not None:
+        plans[diff.name if diff.name != plan_file.name else str(diff)] = read_plan(diff)
+    elif why_not is not None and job_file is not None:
+        plans = dict(_priced_beside(plan_file.name, plans[plan_file.name], job_file, why_not, quiet=as_json))
+    for plan in plans.values():
         prove(plan)
-    accounts = [account(plan) for plan in plans]
+    accounts = [account(plan) for plan in plans.values()]
     if as_json:
-        found = [_json(plan, one) for plan, one in zip(plans, accounts, strict=True)]
-        show_json(found[0] | ({"diff": found[1]} if diff is not None else {}))
+        found = [_json(plan, one) for plan, one in zip(plans.values(), accounts, strict=True)]
+        others = zip(["diff" if why_not is None else "why_not"], list(plans)[1:], found[1:], strict=False)
+        show_json(found[0] | {what: {"name": name} | other for what, name, other in others})
         return
-    names = [file.name for file in files]
-    stdout.print(table(_title(plans[0], accounts[0]), ["per batch", *_heads(names)], _rows(accounts)))
-    for name, plan, one in zip(names, plans, accounts, strict=True):
+    _show(plans, accounts)
+
+
+def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet: bool) -> Iterator[tuple[str, Plan]]:
+    """A plan, and the best that has what it has not, both priced from one look at the job."""
+    job = load_job(job_file, 0)
+    with doing("Capturing the model ...", quiet) as show_wait:
+        captured = capture(job, deadline_s=plan.deadline_s, tell=show_wait)
+    with doing("Measuring the model's operations ...", quiet) as show_wait:
+        given = Choices(workers=plan.num_workers, transport=plan.transport, precision=plan.precision)
+        task = task_of(Examined(job, captured, 0, show_wait), given, profiles_of(given))
+    with doing("Searching ...", quiet):
+        yield name, tried(task, inherited(plan, Choices())).priced.plan
+        other = find_why_not(task, plan, why_not)
+        yield shown(other.choices), other.priced.plan
+
+
+def _show(plans: Mapping[str, Plan], accounts: list[Account]) -> None:
+    names, first = list(plans), next(iter(plans.values()))
+    stdout.print(table(_title(first, accounts[0]), ["per batch", *_heads(names)], _rows(accounts)))
+    for (name, plan), one in zip(plans.items(), accounts, strict=True):
         _show_stages(f"stages of {name}", one)
         _show_memory(f"memory of {name}", plan, one)
     stdout.print(_NOTE)

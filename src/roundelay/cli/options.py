@@ -183,5 +183,6 @@ def refuse_launcher(command: str) -> None:
             f"`roundelay {command}` under a launcher",
             got="one of several processes that would all do the same",
             expected="the command by itself",
-            remedy=f"Run `roundelay {command}` without the launcher; only `train` and `verify` run under one.",
+            remedy=f"Run `roundelay {command}` without the launcher; only `train`, `verify` and `calibrate` run under "
+            "one.",
         )

@@ -11,11 +11,13 @@ from roundelay.api import capture
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.screen import announce, show_json, stderr, table
 from roundelay.cli.text_file import write_text
+from roundelay.errors import counted
 from roundelay.finals.search_plan import Final, Searched, SearchPlan
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.job_file import load_job
+from roundelay.schedules import PIPELINE
 from roundelay.search.search import Tried, shown
 
 SHOWN = 5
@@ -85,12 +87,21 @@ def _show(searched: Searched) -> None:
     rows = [_row(final.name, final.tried, final) for final in searched.finals]
     rows = rows or [_row(f"best {i + 1}", one, None) for i, one in enumerate(found.best[:SHOWN])]
     title = f"{found.points} plans, {found.simulated} simulated; all others are slower by their computation alone"
-    stderr.print(table(title, ["plan", "predicted ms", "measured ms", "choices"], rows))
+    stderr.print(table(title, ["found as", "predicted ms", "measured ms", "plan"], rows))
 
 
 def _row(name: str, one: Tried, final: Final | None) -> list[str]:
     measured = "" if final is None else "failed" if final.measured_s is None else f"{final.measured_s * 1e3:.4g}"
-    return [name, f"{one.batch_s * 1e3:.4g}", measured, shown(one.choices)]
+    return [name, f"{one.batch_s * 1e3:.4g}", measured, _in_short(one)]
+
+
+def _in_short(one: Tried) -> str:
+    """A plan in a few words."""
+    plan = one.priced.plan
+    words = [plan.arrangement, plan.rule, f"M {plan.micro_batches}"]
+    words += [plan.layout] * (plan.layout != PIPELINE) + ["recomputed"] * bool(plan.recompute)
+    words += [plan.transport] * (plan.num_workers > 1) + [counted(plan.threads, "thread")] * (plan.num_workers == 1)
+    return ", ".join(words)
 
 
 def _json(searched: Searched, text: str) -> Mapping[str, Any]:

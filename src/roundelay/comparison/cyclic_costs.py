@@ -120,6 +120,7 @@ _NOTHING: dict[str, Any] = {
     "deadline_s": 60.0,
     "latency_s": 0.0,
     "bytes_per_s": 1e30,
+    "instruction_s": 0.0,
     "read_s": 0.0,
     "input_bytes": 0,
     "edges": (),

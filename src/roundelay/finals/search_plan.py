@@ -8,29 +8,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import final
 
+from roundelay.calibration.calibrate import calibrate
 from roundelay.errors import RoundelayError
 from roundelay.finals.short_run import ShortRun
 from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
-from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
+from roundelay.planner.source import Hardware
+from roundelay.planner.stage_counts import default_devices
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.machine_profiles import found_profile, keep_profile
 from roundelay.planning.make_plan import Planned
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.search.baselines import baselines
 from roundelay.search.search import Found, Task, Tried, search, tried
-from roundelay.search.space import counts_of, space
+from roundelay.search.space import ALONE, counts_of, space, transports_of
 
 ROUNDS = 2
 """How often each final is run, in turns; the fewest seconds count, as disturbances only add to them."""
 
 FINAL_S = 1.5
 """Seconds of each run."""
+
+PROFILE_S = 3.0
+"""Seconds of measuring a transport that no profile has."""
 
 FAR = 3.0
 """A family whose best is predicted to take so many times as long as the best of all is not run."""
@@ -80,6 +87,61 @@ class Searched:
     seconds: Mapping[str, float] = field(hash=False)
 
 
+def workers_of(given: Choices, machine: Hardware) -> int:
+    """How many workers a search has: as given, or one for each GPU; on the CPU two."""
+    on_cpu = device_of(given, machine) == CPU
+    return given.workers or (2 if on_cpu else machine.devices)
+
+
+def device_of(given: Choices, machine: Hardware) -> str:
+    """Where a search's workers compute: ``cpu``, or the first GPU."""
+    named = (given.devices or default_devices(machine, given.transport or "memory")).split(",")[0]
+    return "cuda:0" if named == "cuda" else named
+
+
+def profiles_of(given: Choices, tell: Tell = lambda words: None) -> dict[str, MachineProfile]:
+    """What links and operators take on this machine, by the transports that may be used; measured where not known.
+
+    Args:
+        given: pins; `workers` is how many there are in all.
+        tell: called with what is measured.
+    """
+    machine = hardware_here()
+    workers = workers_of(given, machine)
+    each = given.threads or machine.threads_each((CPU,) * workers)
+    links = workers > 1 and device_of(given, machine) == CPU
+    return {name: _profile(name, workers, each, tell) for name in transports_of(given, machine) if links}
+
+
+def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProfile]) -> Task:
+    """What is searched for on this machine.
+
+    Args:
+        source: the job, which is looked at here.
+        given: pins; `workers` is how many there are in all.
+        profiles: of the machine, by transport.
+    """
+    machine = hardware_here()
+    workers = workers_of(given, machine)
+    counts = counts_of(workers) if given.threads is None else []
+    threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
+    device = device_of(given, machine)
+    threads = threads if device == CPU else {1}
+    facts = collect_facts(source, precision=given.precision, threads=sorted(threads), device=device)
+    limit = None if given.memory_limit is None else parse_bytes(given.memory_limit, "--memory-limit")
+    return Task(facts, machine, workers, limit, profiles)
+
+
+def _profile(transport: str, workers: int, threads: int, tell: Tell) -> MachineProfile:
+    """What links and operators take here: as it was measured before, or now, and kept."""
+    known = found_profile(transport, workers, threads)
+    if known is None:
+        tell(f"Measuring {transport} between {workers} workers ...")
+        known = calibrate(workers=workers, transport=transport, threads=threads, seconds=PROFILE_S)
+        keep_profile(known)
+    return known
+
+
 @final
 class SearchPlan:
     """One search.
@@ -98,8 +160,6 @@ class SearchPlan:
     ) -> None:
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
-        self._machine = hardware_here()
-        self._workers = given.workers or max(2, self._machine.devices)
         self._pins = replace(given, workers=None, memory_limit=None)
         self._seconds: dict[str, float] = {}
         #: the best so far, for who ends the search early
@@ -111,12 +171,16 @@ class SearchPlan:
         Raises:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
+        with self._phase("profile", "Looking for a profile of this machine ..."):
+            profiles = profiles_of(self._given, self._tell)
         with self._phase("facts", "Measuring the model's operations ..."):
-            facts = self._facts()
+            examined = Examined(self._job, self._captured, self._seed, self._show_wait)
+            task = task_of(examined, self._given, profiles)
         with self._phase("search", "Searching ..."):
-            task = Task(facts, self._machine, self._workers, self._memory())
-            found = search(task, space(self._pins, facts, self._machine, self._workers), tell=self._progress)
-            known = {name: _maybe(task, one) for name, one in self._baselines().items()}
+            points = space(self._pins, task.facts, task.machine, task.workers)
+            found = search(task, points, tell=self._progress)
+            families = baselines(self._pins, task.machine, task.workers)
+            known = {name: _maybe(task, one) for name, one in families.items()}
         with self._phase("finals", "Running the best ..."):
             run = self._run_finals(_finalists(found, finals))
         chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
@@ -131,23 +195,10 @@ class SearchPlan:
         yield
         self._seconds[name] = time.perf_counter() - began
 
-    def _facts(self) -> ModelFacts:
-        counts = counts_of(self._workers) if self._given.threads is None else []
-        threads = {self._machine.threads_each((CPU,) * count) for count in counts} or {self._given.threads or 1}
-        examined = Examined(self._job, self._captured, self._seed, self._show_wait)
-        return collect_facts(examined, precision=self._given.precision, threads=sorted(threads))
-
-    def _memory(self) -> int | None:
-        limit = self._given.memory_limit
-        return None if limit is None else parse_bytes(limit, "--memory-limit")
-
     def _progress(self, done: int, points: int, best: Tried | None) -> None:
         self.best = best or self.best
         takes = "" if best is None else f", the best takes {best.batch_s * 1e3:.3g} ms a batch"
         self._tell(f"Searching: {done} of {points} plans{takes} ...")
-
-    def _baselines(self) -> Mapping[str, Choices]:
-        return baselines(self._pins, self._machine, self._workers)
 
     def _run_finals(self, finalists: Sequence[tuple[str, Tried]]) -> list[Final]:
         short = ShortRun(self._job, self._captured, self._seed, FINAL_S)
@@ -184,8 +235,9 @@ def _finalists(found: Found, finals: int) -> list[tuple[str, Tried]]:
     if not finals:
         return []
     wanted = [(f"best {i + 1}", one) for i, one in enumerate(found.best[:finals])]
-    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < FAR * found.best[0].batch_s]
+    near_s = FAR * found.best[0].batch_s
+    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < near_s or name == ALONE]
     plans: dict[object, tuple[str, Tried]] = {}
     for name, one in wanted:
         plans.setdefault(one.priced.plan, (name, one))
-    return list(plans.values())[: finals + MOST_FAMILIES]
+    return [one for i, one in enumerate(plans.values()) if i < finals + MOST_FAMILIES or one[0] == ALONE]

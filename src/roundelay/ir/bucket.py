@@ -80,9 +80,10 @@ def elements_of(buckets: Sequence[Bucket]) -> tuple[int, ...]:
 
 
 def rows_of(buckets: Sequence[Bucket], splits: Mapping[str, Split], replicas: int) -> tuple[tuple[int, int], ...]:
-    """The shape of each tensor of states: a row for each replica, as long as the longest."""
-
-    def length(bucket: Bucket, replica: int) -> int:
-        return sum(math.prod(local_shape(one.shape, splits[one.name], replicas, replica)) for one in bucket)
-
-    return tuple([(replicas, max(length(bucket, r) for r in range(replicas))) for bucket in buckets])
+    """The shape of each tensor of states: a row for each replica, as long as the longest, which is the first."""
+    return tuple(
+        [
+            (replicas, sum(math.prod(local_shape(one.shape, splits[one.name], replicas, 0)) for one in bucket))
+            for bucket in buckets
+        ]
+    )

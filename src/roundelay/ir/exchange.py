@@ -12,10 +12,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.sbp import Reduction, bounds
-from roundelay.ir.typed_text import Count
+from roundelay.ir.typed_text import Count, Number
 
 WEIGHT_GRADIENT = "weight-gradient"
 """The kind of an exchange that sums the gradients of a stage's weights."""
@@ -137,6 +138,9 @@ class ExchangePlan:
         dtypes: of the tensors that are exchanged together.
         shapes: of each of them, on a full micro-batch: flat, or what is split, as dimension 1.
         unused: names of trained parameters of the stage that get no gradient.
+        seconds: predicted, from where all have begun to where each has all; 0 where not known: by the plan's
+            ``latency_s`` and ``bytes_per_s``.
+        busy_s: predicted seconds that each holder computes for it before.
     """
 
     stage: Count
@@ -148,6 +152,8 @@ class ExchangePlan:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[Count, ...], ...]
     unused: tuple[str, ...]
+    seconds: Number = 0.0
+    busy_s: Number = 0.0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -177,6 +183,7 @@ class ExchangePlan:
         return [sum(of_phase) for of_phase in zip(*each, strict=True)] or [0] * len(self.phases)
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of an element, from torch's name of a dtype: its bits are in it."""
     bits = re.search(r"\d+", dtype)

@@ -23,15 +23,16 @@ from roundelay.ir.loss_scale import LossScale
 from roundelay.ir.mesh import REPLICAS, SHARDS, Mesh
 from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
-from roundelay.ir.typed_text import Count, Number, Parsers, convert
+from roundelay.ir.typed_text import Count, Number, Parsers, convert, toml_line
 
-FORMAT = 10
+FORMAT = 11
 
 _SINCE: dict[int, dict[str, Any]] = {
     7: {"deterministic": False},
     8: {"workers": {"threads": 1}},
     9: {"sharded": ["states"]},
     10: {"shards": 0},
+    11: {"instruction_s": 0.0, "exchanges": {"seconds": 0.0, "busy_s": 0.0}},
 }
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
@@ -154,6 +155,8 @@ class Plan:
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.
+        instruction_s: predicted seconds of a worker's loop for each instruction, beside what it computes; 0 where not
+            known.
         read_s: predicted seconds in which the loader gives a micro-batch, beside what is computed; 0 where not known.
         input_bytes: bytes of a micro-batch's data.
         workers: in the order of their numbers.
@@ -187,6 +190,7 @@ class Plan:
     deadline_s: Number
     latency_s: Number
     bytes_per_s: Number
+    instruction_s: Number
     read_s: Number
     input_bytes: Count
     workers: tuple[WorkerPlan, ...]
@@ -284,7 +288,8 @@ class Plan:
     @property
     def worker_stages(self) -> tuple[tuple[int, ...], ...]:
         """For each worker the numbers of the stages that it runs."""
-        return tuple(self.stages_of(worker) for worker in range(self.num_workers))
+        holders = [self.holders(stage) for stage in range(self.num_stages)]
+        return tuple([tuple([k for k, own in enumerate(holders) if w in own]) for w in range(self.num_workers)])
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -321,13 +326,13 @@ class Plan:
         parts: dict[str, tuple[Any, ...]] = {name: getattr(self, name) for name in _TABLES}
         signatures = {name: getattr(self, name) for name in ("parameters", "outputs", "states")}
         apart = {*parts, *(name for name, given in signatures.items() if given)}
-        lines += [_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
+        lines += [toml_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart]
         for title, given in signatures.items():
             if given:
-                lines += ["", f"[{title}]", *(_line(_quoted(name), pairs) for name, pairs in given.items())]
+                lines += ["", f"[{title}]", *(toml_line(_quoted(name), pairs) for name, pairs in given.items())]
         for title, rows in parts.items():
             for row in rows:
-                lines += ["", f"[[{title}]]", *(_line(f.name, getattr(row, f.name)) for f in fields(row))]
+                lines += ["", f"[[{title}]]", *(toml_line(f.name, getattr(row, f.name)) for f in fields(row))]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -389,17 +394,6 @@ def _rows(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 _TABLES: dict[str, type] = {"workers": WorkerPlan, "stages": StagePlan, "edges": EdgePlan, "exchanges": ExchangePlan}
-
-
-def _line(name: str, value: Any) -> str:
-    """A field as a line of TOML; lists and tables stay on one line, and what TOML does not know is its text."""
-    if isinstance(value, dict):
-        inside = [_line(tomli_w.dumps({key: 0}).rpartition(" = ")[0], item) for key, item in value.items()]
-        return f"{name} = {{ {', '.join(inside)} }}" if inside else f"{name} = {{}}"
-    if isinstance(value, tuple):
-        return f"{name} = [" + ", ".join(_line("", item).removeprefix(" = ") for item in value) + "]"
-    value = value if isinstance(value, str | int | float) else str(value)
-    return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)
 
 
 def _quoted(text: str) -> str:

@@ -61,8 +61,8 @@ class Split:
 
     def local_size(self, size: int, parts: int, part: int) -> int:
         """The size of that part."""
-        start, end = bounds(self.count(size), parts)[part]
-        return self.outer * (end - start) * self.unit
+        each, rest = divmod(self.count(size), parts)
+        return self.outer * (each + (part < rest)) * self.unit
 
 
 @dataclass(frozen=True, slots=True)

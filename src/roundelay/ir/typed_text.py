@@ -12,6 +12,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import tomli_w
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -73,3 +74,14 @@ def _parsed(value: Any, kind: Any, parsers: Parsers) -> Any:
     if get_origin(kind) is Mapping:
         return {name: _parsed(one, inner[1], parsers) for name, one in value.items()}
     return value
+
+
+def toml_line(name: str, value: Any) -> str:
+    """A field as a line of TOML; lists and tables stay on one line, and what TOML does not know is its text."""
+    if isinstance(value, dict):
+        inside = [toml_line(tomli_w.dumps({key: 0}).rpartition(" = ")[0], item) for key, item in value.items()]
+        return f"{name} = {{ {', '.join(inside)} }}" if inside else f"{name} = {{}}"
+    if isinstance(value, tuple):
+        return f"{name} = [" + ", ".join(toml_line("", item).removeprefix(" = ") for item in value) + "]"
+    value = value if isinstance(value, str | int | float) else str(value)
+    return tomli_w.dumps({"x": value}).rstrip("\n").replace("x", name, 1)

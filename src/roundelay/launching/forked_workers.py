@@ -30,7 +30,7 @@ from roundelay.runtime.processes.child_process import fork
 from roundelay.runtime.processes.worker_messages import Report, ReportAssembler, failure, write_report
 from roundelay.runtime.shm_allreduce import shared_bytes
 from roundelay.runtime.shm_chained_sums import sum_bytes
-from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.runtime.worker import Workload, Wrap, work
 from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint
 
@@ -49,7 +49,7 @@ Connect = Callable[[int], Endpoint]
 """From a worker's number to its endpoint; called in the worker's own process."""
 
 
-def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
+def run_forked(task: Workload, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by forked processes; see :func:`roundelay.launching.launch.run`."""
     works, settings = task.works, task.settings
     shared = shared_bytes(works) | sum_bytes(works)
@@ -57,7 +57,7 @@ def run_forked(task: Task, listen: Listener, wrap: Wrap) -> None:
         _run(task, listen, lambda worker: wrap(links.connect(worker)), links.forked)
 
 
-def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], None]) -> None:
+def _run(task: Workload, listen: Listener, connect: Connect, forked: Callable[[], None]) -> None:
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     tracker = FailureTracker(len(task.works), listen)
     try:
@@ -69,7 +69,7 @@ def _run(task: Task, listen: Listener, connect: Connect, forked: Callable[[], No
 
 
 def _train(
-    task: Task,
+    task: Workload,
     connect: Connect,
     forked: Callable[[], None],
     reports: queue.SimpleQueue[Report],
@@ -198,7 +198,7 @@ def _pipe(num_workers: int) -> tuple[int, int]:
     return reading, writing
 
 
-def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
+def _fork(task: Workload, worker: int, connect: Connect, children: Sequence[Child]) -> Child:
     reading, writing = _pipe(len(task.works))
 
     def main() -> None:
@@ -216,7 +216,7 @@ def _fork(task: Task, worker: int, connect: Connect, children: Sequence[Child]) 
         os.close(writing)
 
 
-def _main(task: Task, worker: int, connect: Connect, writing: int) -> None:
+def _main(task: Workload, worker: int, connect: Connect, writing: int) -> None:
     sender = _Sender(writing)
     try:
         if task.prepare is not None:

@@ -19,9 +19,9 @@ from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.launching.threaded_workers import run_threads
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.loader_processes import without_sigchld_handler
-from roundelay.runtime.worker import Task, Wrap, unchanged
+from roundelay.runtime.worker import Workload, Wrap, unchanged
 
-Launcher = Callable[[Task, Listener, Wrap], None]
+Launcher = Callable[[Workload, Listener, Wrap], None]
 
 
 def needs_launcher() -> UsageError:
@@ -35,7 +35,7 @@ def needs_launcher() -> UsageError:
     )
 
 
-def _refuse_nccl(task: Task, listen: Listener, wrap: Wrap) -> None:
+def _refuse_nccl(task: Workload, listen: Listener, wrap: Wrap) -> None:
     raise needs_launcher()
 
 
@@ -43,7 +43,7 @@ LAUNCHERS: dict[str, Launcher] = {"threads": run_threads, "forked": run_forked, 
 """What starts, hears and ends workers, by their kind (`roundelay.ir.transports.Transport.workers`)."""
 
 
-def run(task: Task, listen: Listener, wrap: Wrap | None = None, process_group: ProcessGroup | None = None) -> None:
+def run(task: Workload, listen: Listener, wrap: Wrap | None = None, process_group: ProcessGroup | None = None) -> None:
     """Execute a task.
 
     Args:

@@ -23,7 +23,7 @@ from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure, unsendable
-from roundelay.runtime.worker import Task, Wrap, work
+from roundelay.runtime.worker import Workload, Wrap, work
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 
@@ -48,7 +48,9 @@ class _WorkerThread:
         device: where it computes.
     """
 
-    def __init__(self, task: Task, process_group: ProcessGroup, wrap: Wrap, report: Reporter, device: Device) -> None:
+    def __init__(
+        self, task: Workload, process_group: ProcessGroup, wrap: Wrap, report: Reporter, device: Device
+    ) -> None:
         self._task, self._party, self._wrap, self._report, self._device = task, process_group, wrap, report, device
         self._lock = threading.Lock()
         self._until_s = math.inf
@@ -91,11 +93,11 @@ class _WorkerThread:
         work(self._task, rank, endpoint, self._report, self._device)
 
 
-def _device_of(task: Task, process_group: ProcessGroup) -> Device:
+def _device_of(task: Workload, process_group: ProcessGroup) -> Device:
     return make_device(task.settings.devices[process_group.rank], process_group.rank)
 
 
-def run_leader(task: Task, listen: Listener, wrap: Wrap, process_group: ProcessGroup) -> None:
+def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: ProcessGroup) -> None:
     """Run worker 0 in this process and take all reports; see :func:`roundelay.launching.launch.run`.
 
     After an audited run the control channel stays open, until :meth:`ProcessGroup.conclude`.
@@ -199,7 +201,7 @@ def _verdict(verdicts: queue.SimpleQueue[Report], lost: Sequence[RoundelayError]
     )
 
 
-def run_follower(task: Task, process_group: ProcessGroup, wrap: Wrap) -> int:
+def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap) -> int:
     """Run a worker other than 0 in this process and return its exit code; the leader reports failures.
 
     That is 0, or 1 after a failure; after an audited run, what the leader concludes.

@@ -13,9 +13,8 @@ from roundelay.launching.cooperative_pool import CooperativePool
 from roundelay.launching.cuda_handoff import wrap_for_streams
 from roundelay.launching.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.device import HOST, Device, make_device
-from roundelay.runtime.processes.device_failure import RecentIntegers
 from roundelay.runtime.processes.worker_messages import Report, Reporter
-from roundelay.runtime.worker import Task, Wrap, unchanged, work, working
+from roundelay.runtime.worker import Workload, Wrap, unchanged, work, working
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.cuda import Cuda
 from roundelay.transport.endpoint import Endpoint
@@ -42,11 +41,11 @@ class _WorkerThreads:
     stop: Callable[[], object]
 
 
-def run_threads(task: Task, listen: Listener, wrap: Wrap) -> None:
+def run_threads(task: Workload, listen: Listener, wrap: Wrap) -> None:
     """Execute a task by threads; see :func:`roundelay.launching.launch.run`."""
     reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
     size = len(task.works)
-    recent = RecentIntegers(task.captured.graph)
+    recent = task.recent_integers()
     devices = [make_device(device, k, recent) for k, device in enumerate(task.settings.devices)]
     shared = wrap is unchanged and all(device is HOST for device in devices)
     workers = _pooled(task, size, reports.put) if shared else _separate(task, devices, wrap, reports.put)
@@ -91,7 +90,7 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _pooled(task: Task, size: int, report: Reporter) -> _WorkerThreads:
+def _pooled(task: Workload, size: int, report: Reporter) -> _WorkerThreads:
     """Threads that share the workers, all on the CPU."""
     pool = CooperativePool(size, task.settings.deadline_s)
     endpoints, device = memory_endpoints(size, pool.wake), Device(pool.yielding)
@@ -99,7 +98,7 @@ def _pooled(task: Task, size: int, report: Reporter) -> _WorkerThreads:
     return _WorkerThreads(pool.threads(endpoints, loops), endpoints, pool.stop)
 
 
-def _separate(task: Task, devices: Sequence[Device], wrap: Wrap, report: Reporter) -> _WorkerThreads:
+def _separate(task: Workload, devices: Sequence[Device], wrap: Wrap, report: Reporter) -> _WorkerThreads:
     """One thread per worker: a current CUDA device belongs to a thread, and a wrapped endpoint may block."""
     endpoints = [wrap(endpoint) for endpoint in wrap_for_streams(memory_endpoints(len(devices)), devices, Cuda())]
     threads = [
@@ -121,5 +120,5 @@ def take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker) ->
             tracker.add(reports.get())
 
 
-def _main(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
+def _main(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> None:
     work(task, worker, endpoint, report, device)

@@ -72,10 +72,11 @@ class _Channels:
     def add_exchanges(self) -> None:
         """Add the channels of what the holders of a stage exchange or hand on."""
         plan, ports = self.reading.plan, self.ports
+        groups = {axis: self.reading.mesh.groups(axis) for axis in {e.axis for e in plan.exchanges if e.phases}}
         for exchange in plan.exchanges:
             kind: ChannelKind = exchange.kind  # type: ignore[assignment]
             phases, own = exchange.phases, ports[exchange.stage]
-            for group in self.reading.mesh.groups(exchange.axis) if phases else []:
+            for group in groups[exchange.axis] if phases else []:
                 holders = tuple([own[i] for i in group])
                 self.channels.append(Channel(len(self.channels), kind, holders, holders, 1, phases))
             for of, source, target in (
@@ -170,9 +171,9 @@ def _sharing(reading: Reading, stage: int, order: Sequence[int]) -> Iterator[lis
         yield [holder for holder in order[:-1] if fresh[holder] is kind]
 
 
-def exchanges_of(reading: Reading) -> dict[int, ExchangePlan]:
-    """What is exchanged on each channel that is an exchange."""
-    plan = reading.plan
-    channels = [channel for channel in channels_of(reading) if channel.phases]
-    planned = [exchange for exchange in plan.exchanges if exchange.phases for _ in reading.mesh.groups(exchange.axis)]
-    return {channel.id: exchange for channel, exchange in zip(channels, planned, strict=True)}
+def exchanges_of(reading: Reading, channels: Sequence[Channel]) -> dict[int, ExchangePlan]:
+    """What is exchanged on each channel of a plan that is an exchange."""
+    exchanges = [exchange for exchange in reading.plan.exchanges if exchange.phases]
+    groups = {axis: reading.mesh.groups(axis) for axis in {exchange.axis for exchange in exchanges}}
+    planned = [exchange for exchange in exchanges for _ in groups[exchange.axis]]
+    return dict(zip([channel.id for channel in channels if channel.phases], planned, strict=True))

@@ -12,15 +12,14 @@ as ``weight.NAME``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from roundelay.ir.graph import BATCH, INPUT, WEIGHT, Graph
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderChain:
+class ReaderChain(NamedTuple):
     """The chain of a value's readers.
 
     Args:
@@ -32,8 +31,7 @@ class ReaderChain:
     positions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """One step of a chain.
 
     Args:
@@ -65,11 +63,11 @@ def reader_chains(graph: Graph) -> list[ReaderChain]:
     return of_values + [ReaderChain(name, tuple(users)) for name, users in weights.items()]
 
 
-def hops(graph: Graph) -> list[Hop]:
-    """Return every hop of every chain, in the order of :func:`reader_chains`."""
+def hops(graph: Graph, chains: Sequence[ReaderChain] = ()) -> list[Hop]:
+    """Return every hop of every chain, in the order of :func:`reader_chains`, which may be given."""
     return [
         Hop(chain.name, max(source, 0), target, has_gradient(graph, chain.name))
-        for chain in reader_chains(graph)
+        for chain in chains or reader_chains(graph)
         for source, target in pairwise(chain.positions)
     ]
 

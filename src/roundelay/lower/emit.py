@@ -194,10 +194,13 @@ def _lines(reading: Reading, home: Home, channels: tuple[Channel, ...]) -> Lines
     plan = reading.plan
     port, holder = home.port, home.holder
     stage = port.stage
+    by_kind: dict[ChannelKind, list[Channel]] = {}
+    for channel in channels:
+        by_kind.setdefault(channel.kind, []).append(channel)
 
     def ends(kind: ChannelKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Channels of a kind into the port and out of it, by number."""
-        own = [c for c in channels if c.kind == kind]
+        own = by_kind.get(kind, ())
         return tuple([c.id for c in own if port in c.targets]), tuple([c.id for c in own if port in c.sources])
 
     data, forward, backward = ends("data"), ends("forward"), ends("gradient")
@@ -302,8 +305,11 @@ def _gathers(reading: Reading, stage: int, kind: str, channels: Sequence[int]) -
 
 
 def _exchanged(after: Instruction, channel: int, of: str = "") -> list[Instruction]:
-    box = Instruction("box", after.stage, after.offset, gives=(channel,), of=of)
-    return [box, replace(box, opcode="unbox", gives=(), takes=(channel,))]
+    stage, offset = after.stage, after.offset
+    return [
+        Instruction("box", stage, offset, gives=(channel,), of=of),
+        Instruction("unbox", stage, offset, takes=(channel,), of=of),
+    ]
 
 
 def _gathered(before: Instruction, channel: int, of: str) -> list[Instruction]:
@@ -352,7 +358,8 @@ def _in_parts(
     ]
     if whole.opcode == "backward":
         spans, between, needed, made = spans[::-1], between[::-1], needed[::-1], made[::-1]
-    parts = [replace(whole, segments=span, takes=(), gives=()) for span in spans]
+    what, how = (whole.opcode, whole.stage, whole.offset), (whole.reads, whole.weights, whole.distance, whole.mode)
+    parts = [Instruction(*what, (), (), *how, segments=span) for span in spans]
     parts[0], parts[-1] = replace(parts[0], takes=whole.takes), replace(parts[-1], gives=whole.gives)
     lines, behind = [*needed[0]], list[Instruction]()
     for boxed, part, ahead, scattered in zip([[], *between], parts, [*needed[1:], []], made, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from roundelay.ir.bucket import Tensor
 from roundelay.ir.deduction import Box
@@ -12,7 +13,7 @@ from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import P, Signature, Split, local_shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LaidGraph:
     """A graph on a mesh.
 
@@ -32,7 +33,7 @@ class LaidGraph:
     gradients: Mapping[str, Signature] = field(default_factory=dict)
     residences: Mapping[str, Residence] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def states(self) -> dict[str, Split]:
         """How the optimizer's states of parameters are split over replicas."""
         return {name: residence.state for name, residence in self.residences.items()}

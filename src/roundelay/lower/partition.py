@@ -15,17 +15,16 @@ Rules, each with its reason:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph
 from roundelay.ir.stage import Edge, Partition, SegmentSpec, StageSpec
-from roundelay.lower.dataflow import Hop, hops, reader_chains
+from roundelay.lower.dataflow import Hop, ReaderChain, hops, reader_chains
 from roundelay.lower.recompute_selection import RecomputeRange, nothing_to_recompute, recompute_ranges
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """A segment's stage and its operations ``start`` to ``stop - 1``; the loss is an empty span."""
 
     stage: int
@@ -51,8 +50,9 @@ def partition(graph: Graph, stages: Sequence[Sequence[str]], recompute: Sequence
     spans = _cut_at_recomputed(graph, _spans(graph, stages), recompute)
     loss = _Span(len(stages) - 1, len(graph.ops), len(graph.ops))
     owners = _owners(graph, spans)
-    chains = _chains(graph, [*spans, loss])
-    edges = _edges(graph, spans, len(stages))
+    readers = reader_chains(graph)
+    chains = _chains(readers, [*spans, loss], len(graph.ops))
+    edges = _edges(graph, readers, spans, len(stages))
     return Partition(
         tuple(
             StageSpec(
@@ -144,23 +144,23 @@ def _owners(graph: Graph, spans: Sequence[_Span]) -> dict[str, _Span]:
     return owners
 
 
-def _chains(graph: Graph, spans: Sequence[_Span]) -> dict[str, list[_Span]]:
+def _chains(readers: Sequence[ReaderChain], spans: Sequence[_Span], end: int) -> dict[str, list[_Span]]:
     """Return, for every value that is read outside of its segment, the segment that produces it, then its readers.
 
     Stage 0 produces inputs and batch tensors before its first segment, at the empty span (0, 0, 0). The loss, the last
     of ``spans``, reads after the last operation.
     """
-    at = {-1: _Span(0, 0, 0), len(graph.ops): spans[-1]}
+    at = {-1: _Span(0, 0, 0), end: spans[-1]}
     at |= {i: span for span in spans for i in range(span.start, span.stop)}
-    chains = {chain.name: list(dict.fromkeys(at[i] for i in chain.positions)) for chain in reader_chains(graph)}
+    chains = {chain.name: list(dict.fromkeys(at[i] for i in chain.positions)) for chain in readers}
     return {name: chain for name, chain in chains.items() if len(chain) > 1}
 
 
-def _edges(graph: Graph, spans: Sequence[_Span], num_stages: int) -> tuple[Edge, ...]:
+def _edges(graph: Graph, readers: Sequence[ReaderChain], spans: Sequence[_Span], num_stages: int) -> tuple[Edge, ...]:
     stage_of = {i: span.stage for span in spans for i in range(span.start, span.stop)}
     stage_of[len(graph.ops)] = num_stages - 1
     sent: dict[tuple[int, int], list[Hop]] = {(k, k + 1): [] for k in range(num_stages - 1)}
-    for hop in hops(graph):
+    for hop in hops(graph, readers):
         if stage_of[hop.source] != stage_of[hop.target]:
             sent.setdefault((stage_of[hop.source], stage_of[hop.target]), []).append(hop)
     return tuple(

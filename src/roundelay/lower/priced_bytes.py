@@ -21,18 +21,20 @@ def message_bytes(reading: Reading) -> dict[int, int]:
         sizes |= {(kind, k, k): stage.parameter_bytes for kind in STATES}
     for exchange in plan.exchanges:
         sizes |= {(kind, exchange.stage, exchange.stage): exchange.num_bytes for kind in SUMS if not exchange.phases}
-    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels_of(reading)}
-    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(reading).items()}
+    channels = channels_of(reading)
+    found = {c.id: sizes.get((c.kind, c.sources[0].stage, c.targets[0].stage), 0) for c in channels}
+    return found | {number: exchange.num_bytes for number, exchange in exchanges_of(reading, channels).items()}
 
 
 def given_bytes(reading: Reading) -> dict[tuple[int, int], int]:
     """By channel and worker the bytes that it sends to others each time that it gives to the channel."""
-    sizes, exchanges = message_bytes(reading), exchanges_of(reading)
+    sizes, channels = message_bytes(reading), channels_of(reading)
+    exchanges = exchanges_of(reading, channels)
     return {
         (channel.id, port.worker): sum(exchanges[channel.id].bytes_sent(len(channel.sources), position))
         if channel.phases
         else sizes[channel.id] * (not channel.read_by(port.worker))
-        for channel in channels_of(reading)
+        for channel in channels
         for position, port in enumerate(channel.sources)
     }
 

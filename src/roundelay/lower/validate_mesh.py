@@ -26,7 +26,7 @@ def check_workers(reading: Reading) -> None:
         )
     schedule = reading.schedule
     _check_holders(reading)
-    placed = [plan.stages_of(worker) for worker in range(plan.num_workers)]
+    placed = plan.worker_stages
     _check_exchange_kinds(reading)
     each = schedule.stages_per_worker or plan.num_stages
     if plan.num_stages % each or set(placed) != schedule.groups(plan.num_stages):
@@ -88,16 +88,17 @@ def _check_exchange_kinds(reading: Reading) -> None:
             expected=", ".join(f"{kind} of stage {stage} by {every}" for stage, kind in due) or "none: one replica",
             remedy="Correct the plan, or write a new one with `roundelay plan`.",
         )
+    axes = plan.grid.sizes
     for i, exchange in enumerate(plan.exchanges):
-        phases, by_text = exchange.phases, ", ".join(map(str, exchange.phases))
-        known = exchange.kind in EXCHANGES and exchange.axis in plan.grid.sizes and exchange.stage < plan.num_stages
+        phases = exchange.phases
+        known = exchange.kind in EXCHANGES and exchange.axis in axes and exchange.stage < plan.num_stages
         summed = exchange.kind != WEIGHT_GRADIENT or phases == by or (plan.states and phases == reduce_scatter())
         summed = summed and (exchange.kind != GRADIENT_PARTS or phases == reduce_scatter())
         summed = summed and (exchange.kind not in USED or phases == all_gather())
         if not (known and (phases or sums) and summed) or len(exchange.dtypes) != len(exchange.shapes):
             raise PlanError(
                 f"exchanges[{i}] of the plan",
-                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {by_text}, "
+                got=f"{exchange.kind} of stage {exchange.stage} over {exchange.axis} by {', '.join(map(str, phases))}, "
                 f"of {len(exchange.dtypes)} dtypes and {len(exchange.shapes)} shapes",
                 expected=f"{', '.join(EXCHANGES)} of a stage, over an axis of the plan, gradients of weights by "
                 + ", ".join(map(str, all_reduce()))

@@ -18,7 +18,7 @@ def works_of(reading: Reading, programs: Sequence[Program]) -> tuple[Work, ...]:
         reading: of the plan.
         programs: one for each worker.
     """
-    settings, exchanges, sums = _settings(reading), exchanges_of(reading), _sums(reading)
+    settings, exchanges, sums = _settings(reading), exchanges_of(reading, channels_of(reading)), _sums(reading)
     return tuple(
         [
             Work(

@@ -6,7 +6,7 @@ facts that were collected there (:mod:`roundelay.planner.model_facts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +20,14 @@ from roundelay.lower.dataflow import message_bytes
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.partition import partition
 from roundelay.lower.reading import Reading, read
+from roundelay.lower.validate_mesh import check_mesh
 from roundelay.planner.choose_cuts import MEASURED, Cut, Stages, cut, cut_by_names
 from roundelay.planner.choose_micro_batches import choose_micro_batches
 from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
-from roundelay.planner.mesh_signatures import lay, residences_of, tensor_parallel
+from roundelay.planner.mesh_signatures import ModelOnMesh, residences_of, tensor_parallel, without_residences
 from roundelay.planner.partition_dp import slots
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
@@ -180,7 +181,7 @@ def _with_signatures(draft: Plan, source: Source, choices: Choices) -> Plan:
         return replace(draft, mesh=own.mesh, parameters=own.parameters, outputs=own.outputs)
     if parts == 1:
         return draft
-    found = tensor_parallel(source.mesh_facts(), parts)
+    found = source.memo.of(("tensor parallel", parts), lambda: tensor_parallel(source.mesh_facts(), parts))
     pairs = {name: ((TENSOR, signature),) for name, signature in found.items()}
     return replace(draft, mesh={TENSOR: parts}, parameters=pairs)
 
@@ -201,26 +202,51 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners))
     laid, notices = laid_graph(source, draft), draft_of.notices
     if level := zero_of(choices):
-        draft, left_whole = split_states(source, laid, draft, level)
+        key, whole, lies = ("states", laid_by(draft), level), draft, laid
+        split, left_whole = source.memo.of(key, lambda: split_states(source, lies, whole, level))
+        draft = replace(draft, states=split.states, sharded=split.sharded)
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
-    apart = [name for name, residence in laid.residences.items() if residence.in_segments]
-    ends = in_segments(laid.graph, chosen.stages, apart) if apart else chosen.stages
-    if laid.on_mesh:
-        ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))
+    by = "stages", laid_by(draft), chosen.stages, draft.recompute
+    ends, stages = source.memo.of(by, lambda: _cut_up(laid, chosen.stages, draft.recompute))
     names = [[draft.workers[worker].name for worker in own] for own in owners]
     draft = replace(draft, stages=_unmeasured(ends, names))
-    stages = partition(laid.graph, ends, draft.recompute)
     plan = with_messages(draft, laid, stages)
     return Candidate(plan, laid, stages, notices, chosen.reasons, draft_of.warnings)
 
 
+def _cut_up(laid: LaidGraph, chosen: Stages, recompute: Sequence[str]) -> tuple[Stages, Partition]:
+    """The ends of the segments of chosen stages, and the stages."""
+    apart = [name for name, residence in laid.residences.items() if residence.in_segments]
+    ends = in_segments(laid.graph, chosen, apart) if apart else chosen
+    if laid.on_mesh:
+        ends = tuple(map(tuple, segment_ends(laid.graph, ends, laid.boxes.values())))
+    return ends, partition(laid.graph, ends, recompute)
+
+
 def laid_graph(source: Source, plan: Plan) -> LaidGraph:
     """The model on a plan's mesh."""
-    if plan.mesh_size == 1:
-        return LaidGraph(source.graph, residences=residences_of(plan, source.graph))
-    laid = lay(source.mesh_facts(), plan, source.written_out)
-    assert laid is not None, "it has a mesh"
-    return laid.graph
+    check_mesh(read(plan))
+
+    def on_mesh() -> ModelOnMesh | None:
+        return without_residences(source.mesh_facts(), plan, source.written_out)
+
+    def with_residences() -> LaidGraph:
+        laid = source.memo.of(on_mesh_by(plan), on_mesh)
+        graph = LaidGraph(source.graph) if laid is None else laid.graph
+        return replace(graph, residences=residences_of(plan, graph.graph, graph.gradients))
+
+    return source.memo.of(laid_by(plan), with_residences)
+
+
+def on_mesh_by(plan: Plan) -> Hashable:
+    """What a model's graph on the mesh of a plan depends on."""
+    return "on mesh", *(tuple(given.items()) for given in (plan.mesh, plan.parameters, plan.outputs))
+
+
+def laid_by(plan: Plan) -> Hashable:
+    """What it depends on with the residences of its parameters."""
+    states = tuple(plan.states.items()), plan.sharded, plan.replicas, plan.shards, plan.predictor, plan.precision
+    return "laid", on_mesh_by(plan), *states
 
 
 def with_messages(draft: Plan, laid: LaidGraph, stages: Partition) -> Plan:

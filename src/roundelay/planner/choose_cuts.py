@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundelay.errors import PlanError
-from roundelay.ir.graph import Graph
+from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.reading import read
@@ -108,13 +108,11 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
     )
     if request == ROOFLINE:
         predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
-        costs = stage_costs(graph, predicted, terms)
-        return _fastest(graph, costs, num_stages, "predicted with fixed constants (roofline)")
+        return _fastest(source, predicted, terms, num_stages, "predicted with fixed constants (roofline)")
     profile, how = source.profile(draft)
-    costs = stage_costs(graph, profile, terms)
     if request == MEASURED:
-        return _fastest(graph, costs, num_stages, how)
-    return _fewest_bytes(source, draft, costs, num_stages, how)
+        return _fastest(source, profile, terms, num_stages, how)
+    return _fewest_bytes(source, draft, stage_costs(graph, profile, terms), num_stages, how)
 
 
 def _on_one_worker(draft: Plan) -> bool:
@@ -123,9 +121,15 @@ def _on_one_worker(draft: Plan) -> bool:
     return form is not None and not form.stages_per_worker
 
 
-def _fastest(graph: Graph, costs: StageCosts, num_stages: int, how: str) -> Cut:
-    chosen = best_cuts(costs, num_stages)
-    return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
+def _fastest(source: Source, profile: Profile, terms: CostParameters, num_stages: int, how: str) -> Cut:
+    graph = source.graph
+
+    def made() -> Cut:
+        costs = stage_costs(graph, profile, terms)
+        chosen = best_cuts(costs, num_stages)
+        return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
+
+    return source.memo.of(("fastest", profile, terms, num_stages, how), made)
 
 
 def _fewest_bytes(source: Source, draft: Plan, costs: StageCosts, num_stages: int, how: str) -> Cut:

@@ -102,6 +102,7 @@ def draft_plan(model: str, rule: str, workers: int, choices: Choices) -> Plan:
         deadline_s=_or(own.deadline_s, DEADLINE_S),
         latency_s=transport.latency_s,
         bytes_per_s=transport.bytes_per_s,
+        instruction_s=0.0,
         read_s=0.0,
         input_bytes=0,
         workers=(),

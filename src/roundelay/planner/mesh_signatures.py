@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeVar
@@ -67,6 +67,15 @@ def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
     """
     check_mesh(read(plan))
     residences_of(plan, facts.graph)
+    made = without_residences(facts, plan, rewrite)
+    if made is None:
+        return None
+    graph = replace(made.graph, residences=residences_of(plan, made.graph.graph, made.graph.gradients))
+    return replace(made, graph=graph)
+
+
+def without_residences(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
+    """The same as if each replica updated all; it depends on the plan's mesh, parameters and outputs alone."""
     given, outputs, parts = signatures_of(plan, facts.graph), outputs_of(plan, facts.graph), plan.mesh_size
     if parts == 1:
         return None
@@ -85,7 +94,6 @@ def lay(facts: MeshFacts, plan: Plan, rewrite: Rewrite) -> ModelOnMesh | None:
         boxes={box.name: box for box in deduction.boxes},
         splits={name: signature for name, signature in found.items() if isinstance(signature, Split)},
         gradients=gradients,
-        residences=residences_of(plan, facts.graph, gradients),
     )
     return ModelOnMesh(graph, deduction, {op.name: op.form for op in facts.ops})
 
@@ -142,10 +150,11 @@ T = TypeVar("T")
 def with_patterns(found: Mapping[str, T], every: Sequence[str]) -> dict[str, T]:
     """Signatures or lays by pattern, with ``*`` in place of numbers, where all that match it have the same one."""
     result: dict[str, T] = {}
+    patterns = {name: as_pattern(name) for name in found}
+    matching = {p: [found.get(n) for n in every if fnmatchcase(n, p)] for p in dict.fromkeys(patterns.values())}
     for name, signature in found.items():
-        pattern = as_pattern(name)
-        alike = all(found.get(other) == signature for other in every if fnmatchcase(other, pattern))
-        result[pattern if alike else name] = signature
+        alike = all(own == signature for own in matching[patterns[name]])
+        result[patterns[name] if alike else name] = signature
     return result
 
 

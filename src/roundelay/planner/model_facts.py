@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, final
 
@@ -16,13 +17,14 @@ import msgspec
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import ShardedOp
+from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.op_form import Dims, OpForm, Varying, number_of
 from roundelay.ir.plan import Plan
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
-from roundelay.planner.source import Divisibility
+from roundelay.planner.source import Divisibility, Memo
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +34,23 @@ class AtRows:
     rows: int
     threads: int
     profile: Profile
-    storages: SavedStorages
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """A job as the :class:`~roundelay.planner.source.Source` of its plans, of data alone.
 
     Args:
         precision: of the graph.
+        device: kind of device on which the operations were measured: ``cpu`` or ``cuda``.
         graph: of the model.
         checkpointed: paths of modules that the model's code checkpoints itself.
         mesh: what signatures are deduced from.
         rewritten: the same with softmaxes written out, by their names with commas between them.
         divisible: whether the first batches may be cut, by the number of parts.
-        measured: seconds and bytes, by threads and rows, the fewest first.
+        measured: seconds, by threads and rows, the fewest first.
+        saved: what the operations keep of the most rows.
         unused: names of trained parameters that get no gradient.
         whole: parameters whose optimizer state must be whole, with the reason.
         state_bytes: of each parameter's optimizer state; None where the optimizer does not tell.
@@ -55,16 +58,23 @@ class ModelFacts:
     """
 
     precision: str
+    device: str = CPU
     graph: Graph
     checkpointed: tuple[str, ...]
     mesh: MeshFacts
     rewritten: Mapping[str, MeshFacts] = field(hash=False)
     divisible: Mapping[int, Divisibility] = field(hash=False)
     measured: tuple[AtRows, ...]
+    saved: SavedStorages
     unused: tuple[str, ...]
     whole: Mapping[str, str] = field(hash=False)
     state_bytes: Mapping[str, int] | None = field(hash=False, default=None)
     read_row_s: float = 0.0
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was made of them."""
+        return Memo()
 
     def divisibility(self, draft: Plan, parts: int) -> Divisibility:
         """Whether the first batches may be cut into so many parts, or into the nearest number that was examined."""
@@ -94,6 +104,9 @@ class ModelFacts:
 
     def profile_at(self, rows: int, threads: int) -> Profile:
         """Seconds of every operation on so many rows with so many intra-op threads."""
+        return self.memo.of(("profile", rows, threads), lambda: self._profile(rows, threads))
+
+    def _profile(self, rows: int, threads: int) -> Profile:
         own = self._on(threads)
         between = [*pairwise(own)] or [(own[0], own[0])]
         first, last = next((pair for pair in between if rows <= pair[1].rows), between[-1])
@@ -108,9 +121,8 @@ class ModelFacts:
 
     def storages(self, draft: Plan) -> SavedStorages:
         """What the operations keep of a micro-batch of the plan."""
-        last = self.measured[-1]
-        sizes = tuple([num_bytes * self.rows(draft) // last.rows for num_bytes in last.storages.num_bytes])
-        return replace(last.storages, num_bytes=sizes)
+        rows, whole = self.rows(draft), self.measured[-1].rows
+        return replace(self.saved, num_bytes=tuple([size * rows // whole for size in self.saved.num_bytes]))
 
     def mesh_facts(self) -> MeshFacts:
         """What signatures are deduced from."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from roundelay.errors import PlanError
 from roundelay.ir.boxing import exchanged_shape, phases_of
-from roundelay.ir.bucket import COUNTED, elements_of, gradient_buckets, rows_of, state_buckets
+from roundelay.ir.bucket import COUNTED, Tensor, elements_of, gradient_buckets, rows_of, state_buckets
 from roundelay.ir.exchange import (
     GRADIENT_PARTS,
     USED,
@@ -21,7 +22,7 @@ from roundelay.ir.exchange import (
 from roundelay.ir.graph import Graph
 from roundelay.ir.mesh import COPIES, REPLICAS
 from roundelay.ir.plan import Plan
-from roundelay.ir.sbp import Signature
+from roundelay.ir.sbp import Signature, Split
 from roundelay.ir.stage import Partition, StageSpec
 from roundelay.lower.boxing import is_local
 from roundelay.lower.dataflow import sample_micro_batches
@@ -62,7 +63,7 @@ def check_exchanges(laid: LaidGraph, stages: Partition, reading: Reading) -> Non
     needed = plan_exchanges(laid, stages, reading, unused)
     for i in range(max(len(needed), len(planned))):
         got, wanted = (one[i] if i < len(one) else None for one in (planned, needed))
-        if got != wanted:
+        if got is None or wanted is None or replace(got, seconds=0.0, busy_s=0.0) != wanted:
             raise PlanError(
                 f"exchanges[{i}] of the plan",
                 got=_text(got),
@@ -112,15 +113,13 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
     ]:
         of_segments = [[n for n in segment.parameters if n in wanted] for segment in spec.segments]
         exchanged += [(kind, phases, i, own) for i, own in enumerate(of_segments)]
-    alike = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else []
+    alike, shards = [(WEIGHT_GRADIENT, all_reduce(), 0, names)] if plan.shards else [], plan.grid.shards
     for kind, phases, segment, own in exchanged[:1] + alike + exchanged[1:]:
         if not own:
             continue
-        tensors = laid.tensors(own)
-        if kind in USED:
-            tensors = [replace(one, dtype=laid.residences[one.name].cast or one.dtype) for one in tensors]
-        buckets = state_buckets(tensors)
-        rows = rows_of(buckets, laid.states, plan.grid.shards)
+        casts = [laid.residences[name].cast if kind in USED else "" for name in own]
+        tensors = zip(casts, laid.tensors(own), strict=True)
+        dtypes, rows = _rows(tuple([(cast or t.dtype, t.shape, laid.states[t.name]) for cast, t in tensors]), shards)
         copied = phases == all_reduce()  # each has the same row
         yield ExchangePlan(
             stage=spec.stage,
@@ -129,10 +128,22 @@ def _of_parts(laid: LaidGraph, spec: StageSpec, plan: Plan, names: Sequence[str]
             value="",
             segment=segment,
             phases=phases,
-            dtypes=tuple([bucket[0].dtype for bucket in buckets]),
+            dtypes=dtypes,
             shapes=tuple([row[1:] for row in rows]) if copied else rows,
             unused=(),
         )
+
+
+_Part = tuple[str, tuple[int, ...], Split]
+"""Dtype and shape of a parameter, and how its state is split."""
+
+
+@lru_cache(maxsize=4096)
+def _rows(parts: tuple[_Part, ...], replicas: int) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """Dtypes and shapes of the tensors of states; the same in layers that are alike."""
+    buckets = state_buckets([Tensor(str(i), dtype, shape) for i, (dtype, shape, _) in enumerate(parts)])
+    splits = {str(i): split for i, (*_, split) in enumerate(parts)}
+    return tuple([bucket[0].dtype for bucket in buckets]), rows_of(buckets, splits, replicas)
 
 
 def _of_weights(

@@ -5,31 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from roundelay.errors import PlanError
-from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import StageSpec
-from roundelay.lower.emit import emit
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.lower.reading import Reading, read
+from roundelay.lower.reading import Reading
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
+from roundelay.planner.costs import DIGITS, slower, with_costs
 from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
-from roundelay.simulator import simulate
+from roundelay.simulator import makespan_s
 
 BATCHES = 4
 """Batches over which plans are simulated, to be compared."""
-
-DIGITS = 6
-"""Decimals of seconds in a plan: microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +44,26 @@ class Priced:
     state_bytes: tuple[int, ...] | None
 
 
-def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
+def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: MachineProfile | None = None) -> Priced:
     """The plan of choices, with predicted times.
 
     Args:
         facts: of the model, in the precision that is chosen.
         choices: what is given, the number of workers or of a layout's micro-batches among them.
         machine: where the plan would run.
+        profile: of its links and operators; None: a transport's constants.
 
     Raises:
-        PlanError: the choices cannot be combined, or not for this model; or a worker is not on the CPU, where the
-            facts were measured.
+        PlanError: the choices cannot be combined, or not for this model; or a worker is on another kind of device
+            than that on which the facts were measured.
         CaptureError: the model cannot be cut into so many stages.
     """
     check_given(choices)
     asked = asked_of(facts.graph, choices, machine)
     made = candidate(facts, asked, drafted(facts, asked, asked.choices.workers))
-    _check_devices(made.plan)
+    _check_devices(made.plan, facts.device)
     reading, laid = check_plan(made.plan), made.laid
-    seconds = _Seconds(facts, made.plan, laid, reading)
+    seconds = _Seconds(facts, made.plan, laid, reading, profile)
     unused = [[n for n in spec.parameters if n in facts.unused] for spec in made.stages.stages]
     plan = replace(
         made.plan,
@@ -73,8 +71,9 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware) -> Priced:
             [seconds.of(stage, spec) for stage, spec in zip(made.plan.stages, made.stages.stages, strict=True)]
         ),
         read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
-        exchanges=plan_exchanges(laid, made.stages, reading, unused),
+        exchanges=plan_exchanges(laid, made.stages, reading, unused) if any(unused) else made.plan.exchanges,
     )
+    plan = plan if profile is None else with_costs(plan, profile)
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
     return Priced(plan, batch_s(plan), held)
 
@@ -91,46 +90,51 @@ def _held(facts: ModelFacts, laid: LaidGraph, plan: Plan, spec: StageSpec) -> in
     return total
 
 
-def _check_devices(plan: Plan) -> None:
-    if others := [device for device in plan.devices if device != CPU]:
+def _check_devices(plan: Plan, measured: str) -> None:
+    if others := [device for device in plan.devices if device.partition(":")[0] != measured]:
         raise PlanError(
             "the price of a plan",
             got=f"workers on {', '.join(dict.fromkeys(others))}",
-            expected=f"workers on {CPU}, where the seconds of operations were measured",
-            remedy=f"Give devices={CPU!r}, or measure the plan with roundelay.plan.",
+            expected=f"workers on {measured}, where the seconds of operations were measured",
+            remedy=f"Give devices={measured!r}, or measure the plan with roundelay.plan.",
         )
 
 
 def batch_s(plan: Plan) -> float:
     """Seconds of a batch, by the simulator."""
-    simulated = simulate(plan, emit(read(plan)), stream([plan.micro_batches] * BATCHES))
-    return simulated.makespan_s / BATCHES
+    return makespan_s(plan, stream([plan.micro_batches] * BATCHES)) / BATCHES
 
 
 class _Seconds:
     """Predicts stages from what the operations of the whole model take; a worker of a mesh takes its share of them."""
 
-    def __init__(self, facts: ModelFacts, plan: Plan, laid: LaidGraph, reading: Reading) -> None:
+    def __init__(
+        self, facts: ModelFacts, plan: Plan, laid: LaidGraph, reading: Reading, machine: MachineProfile | None
+    ) -> None:
         self._plan, self._laid, self._halved = plan, laid, reading.schedule.halved
         self._profile, _ = facts.profile(plan)
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
         self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
-        self._kept: KeptBytes = kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again)
+        self._kept = _kept(facts, plan, again)
         self._ends = boundaries_of(facts.graph)
+        self._machine = machine
+        self._segment_s = 0.0 if machine is None else machine.segment_s / 2
 
     def of(self, stage: StagePlan, spec: StageSpec) -> StagePlan:
         """The stage with its seconds and bytes."""
         laid, own, profile = self._laid.graph, self._own(spec), self._profile
         forward = sum(profile.forward_s[i] * share for i, share in own)
         backward = sum(profile.backward_s[i] * share for i, share in own)
-        repeated = sum(profile.forward_s[i] * share for i, share in own if i in self._again)
+        again = self._again if self._plan.backward != "recompute" else ()
+        repeated = sum(profile.forward_s[i] * share for i, share in own if i in again)
         weights = backward / 2 if self._halved else 0.0  # two products alike: of inputs, and of weights
+        beside = self._segment_s * (len(stage.segments) - 1)
         first, last = own[0][0], own[-1][0] + 1
         return replace(
             stage,
-            forward_s=round(forward, DIGITS),
-            backward_s=round(backward - weights + (repeated if self._plan.backward != "recompute" else 0.0), DIGITS),
+            forward_s=round(forward + beside, DIGITS),
+            backward_s=round(backward - weights + repeated + beside, DIGITS),
             weights_s=round(weights, DIGITS),
             update_s=round(sum(_update_s(profile, i) * share for i, share in own), DIGITS),
             parameter_bytes=sum(laid.parameters[n].num_bytes for n in spec.parameters),
@@ -144,8 +148,13 @@ class _Seconds:
         for segment in spec.segments:
             for op in laid.ops[segment.start : segment.stop]:
                 if op.name in self._index:
-                    found.append((self._index[op.name], self._share(op.name)))
-        return [*found, (len(self._index), 1.0)] if spec.loss_reads else found
+                    found.append(self._at(self._index[op.name], self._share(op.name)))
+        return [*found, self._at(len(self._index), 1.0)] if spec.loss_reads else found
+
+    def _at(self, i: int, share: float) -> tuple[int, float]:
+        """An operation, and how much of what it takes alone a worker spends on it."""
+        op = self._whole.ops[i] if i < len(self._whole.ops) else None
+        return i, share * slower(self._machine, self._plan, op, share * self._profile.forward_s[i])
 
     def _share(self, name: str) -> float:
         whole = self._whole.values[name].num_bytes
@@ -156,6 +165,11 @@ class _Seconds:
         begin = max(end for end in self._ends[:-1] if end <= start)
         end = min(end for end in self._ends if end >= stop)
         return self._kept.of_stage(begin, end)
+
+
+def _kept(facts: ModelFacts, plan: Plan, again: tuple[range, ...]) -> KeptBytes:
+    key = "kept bytes", facts.rows(plan), again
+    return facts.memo.of(key, lambda: kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again))
 
 
 def _update_s(profile: Profile, i: int) -> float:

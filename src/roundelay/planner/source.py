@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from roundelay.cores import threads_each
 from roundelay.ir.device_names import CPU
@@ -32,8 +32,29 @@ class Divisibility:
     run: int = 1
 
 
+_Made = TypeVar("_Made")
+
+MOST_MADE = 2048
+"""Of so many results of a source the oldest are forgotten."""
+
+
+class Memo(dict[Hashable, Any]):
+    """What was made of a source, by all that it depends on beside it."""
+
+    def of(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What was made under this key before, or is made now."""
+        made: _Made = self[key] if key in self else self.setdefault(key, make())
+        if len(self) > MOST_MADE:
+            del self[next(iter(self))]
+        return made
+
+
 class Source(Protocol):
     """Answers about a job. An answer may take seconds the first time."""
+
+    @property
+    def memo(self) -> Memo:
+        """What was made of it."""
 
     @property
     def graph(self) -> Graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -19,7 +19,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
-from roundelay.planner.source import Divisibility, Hardware
+from roundelay.planner.source import Divisibility, Hardware, Memo
 from roundelay.planner.stage_counts import default_workers as workers_on
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.num_micro_batches import EXAMINED_BATCHES, examined
@@ -41,12 +41,14 @@ class Examined:
         captured: its model, on no mesh.
         seed: of the data.
         tell: called when waiting for the loader takes long.
+        memo: what was made of its model.
     """
 
     job: Job
     captured: Captured
     seed: int
     tell: OnWait
+    memo: Memo = field(default_factory=Memo, init=False, compare=False, repr=False)
 
     @property
     def graph(self) -> Graph:

@@ -46,7 +46,7 @@ def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5)
     return Profile(*(tuple(map(min, zip(*part, strict=True))) for part in zip(*runs, strict=True)))
 
 
-def _clock() -> Callable[[], float]:
+def operation_clock() -> Callable[[], float]:
     """The clock by which operations are timed."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -54,7 +54,7 @@ def _clock() -> Callable[[], float]:
 def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each operation's forward, backward and update; the loss is the last one."""
     forward = [0.0] * (len(captured.graph.ops) + 1)
-    now = _clock()
+    now = operation_clock()
     owners: dict[Any, int] = {}  # also keeps the nodes alive: autograd creates a new Python object for a dropped one
 
     def each(i: int, call: Callable[[], Any]) -> Any:
@@ -78,7 +78,7 @@ def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
 def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) -> list[float]:
     seconds = [0.0] * (len(captured.graph.ops) + 1)
     entered: list[tuple[float, int]] = []
-    now = _clock()
+    now = operation_clock()
 
     def enter(i: int, _: Any) -> None:
         entered.append((now(), i))
@@ -96,5 +96,5 @@ def _updates(captured: Captured) -> Iterator[float]:
     """Seconds of a stand-in for the optimizer, over the parameters that each operation is the first to use."""
     parameters = captured.parameters()
     for op in captured.graph.ops:
-        yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], _clock())
+        yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], operation_clock())
     yield 0.0

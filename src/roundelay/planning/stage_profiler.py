@@ -117,9 +117,14 @@ class _StageOnDevice:
 
     def now_s(self) -> float:
         """The time in seconds, after synchronizing with the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return synchronized_s(self.device)
+
+
+def synchronized_s(device: torch.device) -> float:
+    """The time in seconds when a device is through with what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def compile_for(captured: Captured, partition: Partition, micro_batch: Any, stages: Collection[int]) -> None:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import final
 
+from roundelay.ir.exchange import ExchangePlan, all_reduce
 from roundelay.ir.program import Channel
 from roundelay.runtime.collectives import Exchange, Parts, Piece
-from roundelay.runtime.shm_allreduce import PhaseDone, SharedSum
+from roundelay.runtime.shm_allreduce import PhaseDone, SharedSum, block_of
 from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.transport.endpoint import Endpoint, Message
 
@@ -220,3 +221,36 @@ class SharedLink(Link):
         if self._sum.finished(number):
             self._deliver(Message(self._id, (number,), self._sum.result(number)))
         return sent
+
+
+def open_link(
+    channel: Channel,
+    worker: int,
+    endpoint: Endpoint,
+    planned: ExchangePlan | None,
+    deliver: Deliver,
+    free: Free,
+    blocks: SumBlocks | None = None,
+) -> Link:
+    """A worker's end of a channel.
+
+    Args:
+        channel: from or to the worker.
+        worker: its number.
+        endpoint: its own.
+        planned: the exchange that the channel is, if it is one.
+        deliver: puts what is complete into an inbox.
+        free: tells of a free slot where no other worker does.
+        blocks: where the channel's sums lie, if the holders share memory for them.
+    """
+    if channel.phases:
+        memory = endpoint.shared(channel.id)
+        if memory is None or planned is None or channel.phases != all_reduce():
+            return ExchangeLink(channel, worker, endpoint, deliver, free)
+        holders = [port.worker for port in channel.sources]
+        own = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
+        sent = planned.bytes_sent(len(holders), holders.index(worker))
+        return SharedLink(channel, worker, endpoint, deliver, free, (own[:-1], own[-1]), sent)
+    if channel.filled_by(worker) and channel.read_by(worker):
+        return LocalLink(channel, deliver, free)
+    return PeerLink(channel, endpoint, deliver) if blocks is None else SumLink(channel, endpoint, deliver, blocks)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
-from roundelay.ir.exchange import ExchangePlan, all_reduce
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
 from roundelay.ir.stage import Edge, Partition, StageSpec
@@ -29,17 +30,16 @@ from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
-from roundelay.runtime.links import ExchangeLink, Link, LocalLink, PeerLink, SharedLink, SumLink
+from roundelay.runtime.links import Link, open_link
 from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
 from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro_batches
 from roundelay.runtime.loading.prefetch import Registers
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.processes.determinism import use_threads
-from roundelay.runtime.processes.device_failure import has_failed, keep
+from roundelay.runtime.processes.device_failure import RecentIntegers, has_failed, keep
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
-from roundelay.runtime.shm_allreduce import block_of
 from roundelay.runtime.shm_chained_sums import SumBlocks
 from roundelay.runtime.stage_state import HELD, Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
@@ -65,41 +65,71 @@ def unchanged(endpoint: Endpoint) -> Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """Everything a run needs, the same for all workers.
+class Workload(ABC):
+    """What launching must know of what it launches, the same for all workers: a run, or measurements of its parts.
 
     Args:
         works: what each worker is sent.
+        audit: whether to report a digest of everything that is computed.
+        prepare: what every forked worker does first.
+    """
+
+    works: tuple[Work, ...]
+    audit: bool = False
+    prepare: Prepare | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What all workers have in common."""
+        return self.works[0].settings
+
+    def recent_integers(self) -> RecentIntegers | None:
+        """Where the devices of a run keep the integers of micro-batches, if they do."""
+        return None
+
+    @abstractmethod
+    def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
+        """What a worker does, to its last report, ``finished``; arguments as of :func:`work`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Workload):
+    """Everything a run needs, the same for all workers.
+
+    Args:
         partition: its stages.
         captured: the model.
         job: the user's job.
         seed: seed of the run.
         extent: where the run starts and ends.
         initial: weights and states to start from.
-        audit: whether to report a digest of everything that is computed.
         handlers: stage to handlers that replace those of :data:`HANDLERS`, by opcode.
-        prepare: what every forked worker does first.
         states: what the stages' states are needed for.
         control: lets the launcher request a checkpoint or the end of the run from the reader.
     """
 
-    works: tuple[Work, ...]
     partition: Partition
     captured: Captured
     job: Job
     seed: int
     extent: Extent
     initial: Initial
-    audit: bool
     handlers: Mapping[int, Mapping[str, Handler]]
     states: StateUse
-    prepare: Prepare | None = None
     control: RunControl | None = None
 
-    @property
-    def settings(self) -> Settings:
-        """What all workers have in common."""
-        return self.works[0].settings
+    def recent_integers(self) -> RecentIntegers:
+        """Those of the model."""
+        return RecentIntegers(self.captured.graph)
+
+    def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
+        """Run one worker to the end of its program."""
+        running = _Worker(self, worker, endpoint, report, device)
+        try:
+            yield from running.run()
+        finally:
+            if has_failed():
+                keep(running)
 
 
 @dataclass(slots=True)
@@ -113,11 +143,11 @@ class _Progress:
     reported: float = 0.0
 
 
-def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
-    """Run one worker to the end of its program.
+def work(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
+    """Run one worker to its end.
 
     Args:
-        task: the run.
+        task: what all do.
         worker: its number.
         endpoint: its end of the transport.
         report: called with losses, progress, states and its end. An error is reported as ``failed`` and not raised.
@@ -127,16 +157,11 @@ def work(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: 
         pass
 
 
-def working(task: Task, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
+def working(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
     """:func:`work` as a generator. If the endpoint blocks, it may be resumed at any time."""
     try:
         with device.active():
-            running = _Worker(task, worker, endpoint, report, device)
-            try:
-                yield from running.run()
-            finally:
-                if has_failed():
-                    keep(running)
+            yield from task.loop(worker, endpoint, report, device)
         endpoint.close()
     except RoundelayError as error:
         _fail(error, worker, endpoint, report)
@@ -237,20 +262,9 @@ class _Worker:
 
     def _link(self, channel: Channel) -> Link:
         """This worker's end of a channel."""
-        if channel.phases:
-            memory = self.endpoint.shared(channel.id)
-            own = channel, self.worker, self.endpoint, self.deliver, self.machine.grant
-            if memory is None or channel.phases != all_reduce():
-                return ExchangeLink(*own)
-            planned, holders = self.work.exchanges[channel.id], [port.worker for port in channel.sources]
-            blocks = [block_of(memory, planned, number) for number in range(len(holders) + 1)]
-            sent = planned.bytes_sent(len(holders), holders.index(self.worker))
-            return SharedLink(*own, (blocks[:-1], blocks[-1]), sent)
-        if channel.filled_by(self.worker) and channel.read_by(self.worker):
-            return LocalLink(channel, self.deliver, self.machine.grant)
-        if shared := self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None:
-            return SumLink(channel, self.endpoint, self.deliver, shared)
-        return PeerLink(channel, self.endpoint, self.deliver)
+        planned = self.work.exchanges.get(channel.id)
+        blocks = self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None
+        return open_link(channel, self.worker, self.endpoint, planned, self.deliver, self.machine.grant, blocks)
 
     def run(self) -> Loop:
         """Run to the end of the program; then the loader's processes, if it has any, are ended."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from roundelay.planner.draft_plan import NO_MODULES, PLAIN
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
-from roundelay.search.space import transports_of
+from roundelay.search.space import ALONE, transports_of
 
 
 def baselines(given: Choices, machine: Hardware, workers: int) -> Mapping[str, Choices]:
@@ -22,7 +22,7 @@ def baselines(given: Choices, machine: Hardware, workers: int) -> Mapping[str, C
     *_, transport = transports_of(given, machine)
     rule = given.rule or PLAIN
     own = replace(given, workers=1, rule=rule, recompute=given.recompute or NO_MODULES)
-    found = {"one process": replace(own, transport=given.transport or "memory")}
+    found = {ALONE: replace(own, transport=given.transport or "memory")}
     if workers > 1:
         between = replace(own, transport=transport)
         replicas = replace(between, data_parallel=workers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from roundelay.errors import PlanError, RoundelayError
 from roundelay.ir.num_bytes import bytes_text
+from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.memory_model import estimate_memory
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
@@ -29,12 +30,14 @@ class Task:
         machine: where it will run.
         workers: that there are.
         memory: bytes that a worker may hold by prediction; None for any number.
+        profiles: of the machine, by transport.
     """
 
     facts: ModelFacts
     machine: Hardware
     workers: int
     memory: int | None = None
+    profiles: Mapping[str, MachineProfile] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def tried(task: Task, choices: Choices) -> Tried:
         PlanError: they cannot be combined, or not for this model.
         CaptureError: the model cannot be cut into so many stages.
     """
-    made = priced(task.facts, choices, task.machine)
+    made = priced(task.facts, choices, task.machine, task.profiles.get(choices.transport or "memory"))
     if (count := made.plan.num_workers) > task.workers:
         raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
     known = task.memory is not None and made.state_bytes is not None

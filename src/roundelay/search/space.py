@@ -23,6 +23,9 @@ ALIKE = (PLAIN, "zb-h1", "zb-v")
 LEVELS = (0, 1, 2, 3)
 """Of ZeRO."""
 
+ALONE = "one process"
+"""The family of plans of one worker."""
+
 MOST_EACH = 8
 """Micro-batches of a batch for each stage, at most."""
 
@@ -65,7 +68,7 @@ def family(choices: Choices) -> str:
         return f"layout {choices.layout}"
     states = "hybrid" if choices.hybrid else "ZeRO" if choices.zero else "data parallel"
     kinds = [(states, replicas_of(choices)), ("tensor parallel", parts_of(choices)), ("pipeline", choices.workers or 1)]
-    return " + ".join(name for name, size in kinds if size > 1) or "one process"
+    return " + ".join(name for name, size in kinds if size > 1) or ALONE
 
 
 def transports_of(given: Choices, machine: Hardware) -> tuple[str, ...]:

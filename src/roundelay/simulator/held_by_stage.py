@@ -25,6 +25,9 @@ class StageBytes(Protocol):
         """That the first half of a backward leaves for the second."""
 
 
+_IDLE = ("read", "deal", "box", "unbox", "sum", "share", "grad-norm-sq")
+"""Opcodes that hold nothing more or less."""
+
 _AMOUNTS = ("tapes", "owed", "tape_bytes", "weight_bytes", "version_bytes")
 
 
@@ -43,6 +46,8 @@ def peaks(program: Program, stages: Sequence[StageBytes], intervals: Sequence[In
     totals = _Totals(held)
     for interval in intervals:
         own = held[interval.stage]
+        if own.is_settled(interval):
+            continue
         own.begin(interval)
         totals.note(interval.stage, "tapes")
         own.end_of_backward(interval)
@@ -102,6 +107,7 @@ class _HeldByStage:
         self._oldest: int | None = None  # the oldest version that a later forward may read
         #: by opcode, version and distance of the prediction that is kept until the update
         self._predicted: dict[str, tuple[int, int]] = {}
+        self._settled: int | None = None  # the version, if the instruction before has changed nothing
 
     @property
     def amounts(self) -> Mapping[str, int]:
@@ -128,6 +134,15 @@ class _HeldByStage:
     def version_bytes(self) -> int:
         """Bytes of all versions that are here."""
         return self.weight_bytes * self.versions
+
+    def is_settled(self, interval: Interval) -> bool:
+        """Whether neither an instruction nor the one before adds or drops anything, beside what a version entails."""
+        opcode, read = interval.opcode, (interval.reads, interval.distance)
+        changes = interval.g in self.tapes if opcode == "backward" else opcode not in _IDLE
+        if opcode == "forward":
+            changes = (self.tapes.get(interval.g), self._oldest) != (read, interval.keep)
+        before, self._settled = self._settled, None if changes or interval.distance else interval.version
+        return before is not None and before == self._settled
 
     def begin(self, interval: Interval) -> None:
         """Add the tape of a forward, and count the versions held during the instruction."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from roundelay.actor.data_reader import Reader
 from roundelay.actor.machine import Machine, Run
 from roundelay.errors import PlanError
+from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
-from roundelay.ir.program import OPCODES, Channel, Program
+from roundelay.ir.program import OPCODES, Channel, Instruction, Program
 from roundelay.lower.channels import exchanges_of
 from roundelay.lower.priced_bytes import message_bytes
 from roundelay.lower.reading import read
@@ -50,12 +51,12 @@ def simulate(
     """
     if not micro_batches:
         raise PlanError("a simulation", got="no micro-batch", expected="at least one", remedy="Give one batch or more.")
-    clock = _Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
+    clock = Clock(plan, programs, micro_batches, in_flight or [None] * len(programs), vary)
     clock.run()
     return clock.report()
 
 
-class _Clock:
+class Clock:
     """The virtual clock: a heap of (time, order, worker, event)."""
 
     def __init__(
@@ -70,24 +71,43 @@ class _Clock:
         every = {header.g: header for header in micro_batches}
         self.headers = [dict(every) for _ in programs]  # of each worker, as its replica knows them
         first = micro_batches[0]
-        self.machines = [
-            Machine(program, first.g, first.batch, redone) for program, redone in zip(programs, in_flight, strict=True)
-        ]
         self.readers = {p.worker: Reader(p.worker, p.registers) for p in programs if p.registers}
         self.channels: dict[int, Channel] = {c.id: c for program in programs for c in program.channels}
-        self.bytes = message_bytes(read(plan))
-        self.exchange_s = _exchange_seconds(plan, self.channels)
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
+        self.machines = [
+            Machine(self.prepared(program), first.g, first.batch, redone)
+            for program, redone in zip(programs, in_flight, strict=True)
+        ]
         self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun
         self.now = 0.0
         self.heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self.num_pushed = 0
         self.intervals: list[Interval] = []
         self.events: list[list[str]] = [[] for _ in programs]
-        self.link_free = dict.fromkeys(self.channels, 0.0)
+        self.link_free: dict[int, float] = {}  # by channel
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
+
+    @cached_property
+    def bytes(self) -> dict[int, int]:
+        """By channel the bytes of a message, or of what an exchange leaves."""
+        return message_bytes(read(self.plan))
+
+    @cached_property
+    def exchanges(self) -> dict[int, ExchangePlan]:
+        """What is exchanged, by channel."""
+        return exchanges_of(read(self.plan), [self.channels[number] for number in sorted(self.channels)])
+
+    @cached_property
+    def exchange_s(self) -> dict[int, float]:
+        """Seconds of each exchange from where all have begun, by channel."""
+        own = self.exchanges.items()
+        return {number: exchange_s(self.plan, e, len(self.channels[number].sources)) for number, e in own}
+
+    def prepared(self, program: Program) -> Program:
+        """The program that a machine runs."""
+        return program
 
     def run(self) -> None:
         """Run until every machine has halted."""
@@ -124,8 +144,8 @@ class _Clock:
         run = self.machines[worker].fire()
         if run is None:
             return
-        loads = run.instruction.opcode in ("read", "deal") and not run.takes
-        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(worker, run))
+        own, loads = self.machines[worker].program, run.instruction.opcode in ("read", "deal") and not run.takes
+        seconds = self.load_s(worker, run.g) if loads else self.vary(worker, run, self.compute_s(own, run.instruction))
         for channel, _ in run.gives:
             self.count(channel, self.consumer(channel, worker, run.g), 1)
         self.events[worker].append(str(run))
@@ -166,7 +186,7 @@ class _Clock:
         """Let a message arrive."""
         consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
-        self.push(0.0 if consumer == worker else self.transfer_s(number), consumer, arrive)
+        self.push(0.0 if consumer == worker else self.transfer_s(number, self.bytes[number]), consumer, arrive)
 
     def box(self, number: int, header: MicroBatch) -> None:
         """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
@@ -189,11 +209,11 @@ class _Clock:
         self.on_way[key] = self.on_way.get(key, 0) + change
         self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
 
-    def transfer_s(self, channel: int) -> float:
-        """Return the seconds until a message sent now arrives; messages of one channel are sent one by one."""
-        start = max(self.now, self.link_free[channel])
-        self.link_free[channel] = start + self.bytes[channel] / self.plan.bytes_per_s
-        return self.link_free[channel] + self.plan.latency_s - self.now
+    def transfer_s(self, link: int, num_bytes: int) -> float:
+        """Return the seconds until a message sent now arrives; messages of one link are sent one by one."""
+        start = max(self.now, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + num_bytes / self.plan.bytes_per_s
+        return self.link_free[link] + self.plan.latency_s - self.now
 
     def load_s(self, worker: int, g: int) -> float:
         """Return the seconds until the micro-batch to be read now is in a register."""
@@ -208,19 +228,24 @@ class _Clock:
         batch_s = self.plan.read_s * header.count * self.plan.replicas
         return reader.request(header.batch, batch_s, self.now) - self.now
 
-    def compute_s(self, worker: int, run: Run) -> float:
-        """Return the predicted seconds of an instruction that computes."""
-        stage = self.plan.stages[run.stage]
-        recompute_s = stage.forward_s if run.instruction.mode == "recompute" else 0.0
-        weights_s = 0.0 if self.machines[worker].program.owed else stage.weights_s
-        times = {
-            "forward": stage.forward_s,
-            "backward": stage.backward_s + recompute_s + weights_s,
-            "backward-weight": stage.weights_s,
-            "update": stage.update_s,
-        }
-        # the others take next to nothing, and parts of a forward are taken to be equal
-        return times.get(run.instruction.opcode, 0.0) / self.parts[worker, run.stage, run.instruction.opcode]
+    def compute_s(self, program: Program, line: Instruction) -> float:
+        """Return the predicted seconds of a line of a program."""
+        return self.plan.instruction_s + self._work_s(program, line)
+
+    def _work_s(self, program: Program, line: Instruction) -> float:
+        stage, recompute = self.plan.stages[line.stage], line.mode == "recompute"
+        if line.opcode == "forward":
+            seconds = stage.forward_s
+        elif line.opcode == "backward":
+            weights_s = 0.0 if program.owed else stage.weights_s
+            seconds = stage.backward_s + (stage.forward_s if recompute else 0.0) + weights_s
+        elif line.opcode in ("backward-weight", "update"):
+            seconds = stage.weights_s if line.opcode == "backward-weight" else stage.update_s
+        elif line.opcode == "box":
+            return sum([self.exchanges[number].busy_s for number in line.gives])
+        else:  # which takes next to nothing
+            return 0.0
+        return seconds / self.parts[program.worker, line.stage, line.opcode]  # which are taken to be equal
 
     def report(self) -> Simulation:
         """Return the simulated run."""
@@ -257,11 +282,9 @@ class _Clock:
         )
 
 
-def _exchange_seconds(plan: Plan, channels: dict[int, Channel]) -> dict[int, float]:
-    """Seconds of each exchange: in each phase the holder that sends most sets the time."""
-    seconds = {}
-    for number, exchange in exchanges_of(read(plan)).items():
-        holders = len(channels[number].sources)
-        most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
-        seconds[number] = sum(plan.latency_s + sent / plan.bytes_per_s for sent in most)
-    return seconds
+def exchange_s(plan: Plan, exchange: ExchangePlan, holders: int) -> float:
+    """Seconds of an exchange from where all have begun; if they are not known, the holder that sends most sets them."""
+    if exchange.seconds:
+        return exchange.seconds
+    most = map(max, zip(*[exchange.bytes_sent(holders, i) for i in range(holders)], strict=True))
+    return float(sum(plan.latency_s + sent / plan.bytes_per_s for sent in most))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from roundelay.ir.micro_batch import Load
 from roundelay.observe.trace import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """One executed instruction, with its times in seconds from the start of the run, and channels it uses."""
 
     worker: int

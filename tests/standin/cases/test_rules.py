@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import roundelay
+from roundelay.finals import search_plan
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.piece_profiler import measure_pieces
 from tests.standin.matrix import LINES, PLACES, Case, bench, each_once, layouts, pairs, races_of, run
 
@@ -70,3 +72,13 @@ def test_cuts_are_chosen_by_what_the_device_takes(monkeypatch: pytest.MonkeyPatc
     plan = roundelay.plan(bench("mlp").job(), workers=2, devices="cuda:0,cuda:0", cuts="measured", micro_batches=2)
     assert seen == ["cuda"]
     assert plan.num_stages == 2
+
+
+def test_a_search_is_made_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_plan, "FINAL_S", 0.05)
+    monkeypatch.setenv("ROUNDELAY_CACHE", "none")
+    job = bench("mlp").job()
+    found = search_plan.SearchPlan(job, roundelay.capture(job), Choices(workers=2), 0, lambda words: None).run(1)
+    assert [final.why for final in found.finals] == [""] * len(found.finals)
+    assert {device.partition(":")[0] for device in found.planned.plan.devices} == {"cuda"}
+    assert found.chosen.priced.plan.devices == found.planned.plan.devices
