@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 from roundelay.errors import InternalError
 from roundelay.ir.boxing import exchanged_shape, phases_of
@@ -120,7 +120,7 @@ def route(source: Lay, target: Lay, sizes: Sizes, dims: int = 0) -> Route:
             return _route(begin, end, came, cost)
         if (cost, count) > best[own]:
             continue
-        for step, after, share in _moves(own, end, size_of, dims):
+        for step, after, share in moves(own, size_of, partial(_towards, end, dims)):
             reached = cost + share, count + 1
             if after not in best or reached < best[after]:
                 best[after], came[after] = reached, (own, step)
@@ -147,15 +147,25 @@ def _route(begin: Lay, end: Lay, came: Mapping[Lay, tuple[Lay, Step]], cost: Fra
     return Route(tuple(reversed(lays)), tuple(reversed(steps)), cost)
 
 
-def _moves(own: Lay, end: Lay, sizes: Mapping[str, int], dims: int) -> Iterator[tuple[Step, Lay, Fraction]]:
-    """Steps from a lay: what it is afterwards, and the share of the tensor that a worker sends."""
+Choice = Callable[[str, Lay], tuple[Iterable[Split], bool]]
+"""From an axis and the lay over the others: splits that it may get, and whether it may become partial."""
+
+
+def moves(own: Lay, sizes: Mapping[str, int], choice: Choice) -> Iterator[tuple[Step, Lay, Fraction]]:
+    """Steps from a lay, what it is afterwards, and the share of the tensor that a worker sends.
+
+    Args:
+        own: the lay.
+        sizes: of the axes.
+        choice: what each of them may become beside broadcast and, where it is partial, split flat.
+    """
     held = math.prod([Fraction(1, sizes[axis]) for axis, one in own if isinstance(one, Split)], start=Fraction(1))
     for axis, size in sizes.items():
         has = signature_on(own, axis)
         if isinstance(has, Split) and not _is_last(own, axis, has.dim):
             continue
         rest = tuple([pair for pair in own if pair[0] != axis])
-        for wanted in _wanted(has, axis, rest, end, dims):
+        for wanted in _wanted(has, rest, *choice(axis, rest)):
             after = canonical(rest if wanted == B else (*rest, (axis, wanted)))
             yield Step(axis, has, wanted), after, held * _sent(has, wanted, size)
 
@@ -167,23 +177,27 @@ def _is_last(own: Lay, axis: str, dim: int) -> bool:
     return [name for name, one in own if isinstance(one, Split) and one.dim == dim][-1] == axis
 
 
-def _wanted(has: Signature, axis: str, rest: Lay, end: Lay, dims: int) -> Iterator[Signature]:
+def _wanted(has: Signature, rest: Lay, splits: Iterable[Split], to_partial: bool) -> Iterator[Signature]:
     """What an axis's signature may become."""
-    goal = signature_on(end, axis)
     is_flat = any(isinstance(one, Split) and one.dim == FLAT for _, one in rest)
     if isinstance(has, Split) and has.dim == FLAT:
         yield B
         return
-    ways = [goal] if isinstance(goal, Split) and _is_prefix((*rest, (axis, goal)), end, goal.dim) else []
-    ways += [one for one in map(Split, range(dims)) if one not in ways]
     if not is_flat:  # there is no exchange between two splits of one dimension
-        yield from (one for one in ways if not _in(has, one.dim))
+        yield from (one for one in splits if not _in(has, one.dim))
     if has != B:
         yield B
-    if goal == P and has not in (P, P_MAX) and not is_flat:
+    if to_partial and has not in (P, P_MAX) and not is_flat:
         yield P
     if isinstance(has, Partial):
         yield Split(FLAT)
+
+
+def _towards(end: Lay, dims: int, axis: str, rest: Lay) -> tuple[list[Split], bool]:
+    """What an axis may become on the way to a lay."""
+    goal = signature_on(end, axis)
+    ways = [goal] if isinstance(goal, Split) and _is_prefix((*rest, (axis, goal)), end, goal.dim) else []
+    return ways + [one for one in map(Split, range(dims)) if one not in ways], goal == P
 
 
 def _in(own: Signature, dim: int) -> bool:

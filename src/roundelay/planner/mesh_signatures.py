@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import TypeVar
 
 from roundelay.errors import PlanError
 from roundelay.ir.deduction import Deduction, ShardedOp, Wanted
@@ -143,9 +144,12 @@ def as_pattern(name: str) -> str:
     return ".".join("*" if step.isdecimal() else step for step in name.split("."))
 
 
-def with_patterns(found: Mapping[str, Signature], every: Sequence[str]) -> dict[str, Signature]:
-    """Signatures by pattern, with ``*`` in place of numbers, where all that match a pattern have the same one."""
-    result: dict[str, Signature] = {}
+T = TypeVar("T")
+
+
+def with_patterns(found: Mapping[str, T], every: Sequence[str]) -> dict[str, T]:
+    """Signatures or lays by pattern, with ``*`` in place of numbers, where all that match it have the same one."""
+    result: dict[str, T] = {}
     patterns = {name: as_pattern(name) for name in found}
     matching = {p: [found.get(n) for n in every if fnmatchcase(n, p)] for p in dict.fromkeys(patterns.values())}
     for name, signature in found.items():
