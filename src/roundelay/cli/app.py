@@ -27,6 +27,7 @@ from roundelay.cli.check_options import (
     check_lengths,
     check_run,
     check_search,
+    check_space,
 )
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
@@ -107,10 +108,27 @@ def plan(
             min=0,
         ),
     ] = None,
+    space: Annotated[
+        str | None,
+        typer.Option(
+            help="With --search: runnable (plans that can be run here), or all: signatures of every operation over the "
+            "axes of --cluster, priced and not run. [default: runnable]",
+            metavar="runnable|all",
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="With --space all: file with [mesh], a size and a link for each axis.", metavar="FILE"),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
+    check_space(space, cluster, output, search=search, finals=finals is not None)
+    if space == "all":
+        check_choices(job_file, choices)
+        load("cli.signatures_command").signatures_command(job_file, choices, seed, cluster, as_json=as_json)
+        return
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command

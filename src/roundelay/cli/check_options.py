@@ -47,6 +47,32 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
     check_num_workers(choices.workers)
 
 
+def check_space(space: str | None, cluster: Path | None, output: Path | None, *, search: bool, finals: bool) -> None:
+    """Check what a search is asked to look through.
+
+    Raises:
+        UsageError: one of the options needs another, or replaces it.
+    """
+    if space not in (None, "runnable", "all"):
+        raise UsageError("--space", got=repr(space), expected="runnable or all", remedy="Choose one of these.")
+    if (space is not None or cluster is not None) and not search:
+        raise UsageError("--space, --cluster", got="no --search", expected="--search", remedy="Give --search.")
+    if (space == "all") != (cluster is not None):
+        raise UsageError(
+            "--space all",
+            got="no --cluster" if cluster is None else "--cluster without it",
+            expected="both: the axes of the mesh, and the links along them, stand in the file",
+            remedy="Give both, or none of them.",
+        )
+    if space == "all" and (finals or output is not None):
+        raise UsageError(
+            "--finals, --output with --space all",
+            got="one of them",
+            expected="none: what is found is priced, and no plan yet",
+            remedy="Leave them out.",
+        )
+
+
 def check_explained(diff: Path | None, job_file: Path | None, why_not: str | None) -> None:
     """Check the options of ``explain``.
 
