@@ -155,7 +155,7 @@ def send_what_is_planned(place: Bench, plan: Plan, steps: int) -> None:
     """Counted at the transport."""
     done = trained(place, plan, partial(SGD, lr=0.1), steps)
     channels = {channel.id: channel for channel in channels_of(read(plan))}
-    for number, exchange in exchanges_of(read(plan)).items():
+    for number, exchange in exchanges_of(read(plan), channels_of(read(plan))).items():
         times = steps * (plan.micro_batches if exchange.value else 1)
         holders = channels[number].sources
         for position, port in enumerate(holders):

@@ -428,7 +428,7 @@ def test_every_worker_sends_the_bytes_that_the_plan_says(transport: str, replica
     done = trained(place, plan, partial(SGD, lr=0.1), 3)
     channels = {channel.id: channel for channel in channels_of(read(plan))}
     kinds = set()
-    for number, exchange in exchanges_of(read(plan)).items():
+    for number, exchange in exchanges_of(read(plan), channels_of(read(plan))).items():
         holders = channels[number].sources
         kinds.add((exchange.kind, tuple(map(str, exchange.phases))))
         for position, port in enumerate(holders):

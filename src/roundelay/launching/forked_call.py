@@ -20,7 +20,7 @@ import torch
 
 from roundelay.deferred_signals import DeferredSignals
 from roundelay.errors import RoundelayError, RunError, UsageError
-from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, one_backward
+from roundelay.fork_safety import STARTED_WITHOUT_DEVICES, autograd_anew, one_backward
 from roundelay.ir.transports import transport_named
 from roundelay.launching.forked_workers import END_S, Child
 from roundelay.runtime.processes.child_process import fork
@@ -55,6 +55,7 @@ def isolated(
 
     def main() -> None:
         torch.set_num_threads(count)
+        autograd_anew()
         os.close(reading)
         discard_open_files(except_for=writing)
         _hide_lost_devices()

@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import NoReturn
 
 from roundelay.errors import RunError
-from roundelay.fork_safety import autograd_anew
 from roundelay.runtime.processes.idle_resources import end_idle_threads
 from roundelay.runtime.processes.loader_processes import end_loaders, forget_loaders
 
@@ -69,7 +68,6 @@ def _run_child(
 
     def work() -> None:
         with suppress(BaseException):
-            autograd_anew()
             main()
             status[0] = 0
             end_loaders()
