@@ -26,12 +26,13 @@ SHOWN_BATCHES = 2
 
 _CSS = """
 .stages { display: flex; flex-wrap: wrap; gap: 10px; margin: 12px 0 0; padding: 0; list-style: none; }
-.stages .stage { flex: 1 1 230px; max-width: 420px; border: 1px solid var(--line); border-radius: 8px;
+.stages .stage { flex: 1 1 185px; max-width: 420px; border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 14px; break-inside: avoid; }
 .stages h3 { margin: 0 0 4px; }
 .stages .edge { align-self: center; font-size: 13px; color: var(--soft); white-space: nowrap; }
 .stages .facts { display: block; }
 .stages .facts div { display: flex; justify-content: space-between; gap: 14px; font-size: 13px; }
+.stages .facts dt { flex: 1 1 8em; }
 .stages .facts dd { text-align: right; min-width: 0; }
 .plans td:last-child, .plans th:last-child { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 """
@@ -73,7 +74,7 @@ def _heading(title: str, found: Found) -> str:
         f"By the rule {found['rule']} on {found['arrangement']}, with {found['micro_batches']} micro-batches, a batch "
         f"takes {seconds(found['batch_s'])}, as predicted. The plan has been made by these choices:"
     )
-    choices = s.facts([(name.replace("_", " "), _text(value)) for name, value in found["choices"].items()])
+    choices = s.facts([(name.replace("_", "-"), _text(value)) for name, value in found["choices"].items()])
     return f"<header><h1>{escape(title)}</h1></header>" + s.section("Plan", s.note(sentence) + choices)
 
 
@@ -94,8 +95,8 @@ def _stages(found: Found) -> str:
             sizes = f"→ {size(edge['forward_bytes'])}<br>← {size(edge['backward_bytes'])}"
             boxes.append(f'<li class="edge">{sizes}</li>')
     text = s.note(
-        "Seconds of one micro-batch, of an update, and of a batch; bytes of one message. An exchange begins when all "
-        "holders of the stage are there."
+        "Seconds of one micro-batch, of an update, and of a batch; bytes of one message. On the path: what the "
+        "stage computes of the critical path. An exchange begins when all holders of the stage are there."
     )
     return s.section("Stages on machines", f'{text}<ol class="stages">{"".join(boxes)}</ol>')
 
@@ -112,12 +113,13 @@ def _of_stage(one: Found, found: Found) -> Iterator[tuple[str, str]]:
         yield "its weights' half", seconds(one["weights_s"])
     yield "update", seconds(one["update_s"])
     yield "computes a batch", seconds(one["computes_s"])
-    yield "of the critical path", f"{seconds(one['on_path_s'])}, {one['on_path_share']:.0%}"
+    yield "on the path", f"{seconds(one['on_path_s'])}, {one['on_path_share']:.0%}"
     for exchange in one["exchanges"]:
-        what = (
-            f"{exchange['kind'].replace('-', ' ')} over {exchange['axis']}, {exchange['count']} a {exchange['every']}"
+        what = f"{exchange['kind'].replace('-', ' ')} over {exchange['axis']}"
+        yield (
+            f"{what}, {exchange['count']} a {exchange['every']}",
+            f"{size(exchange['bytes'])}, {seconds(exchange['seconds'])}",
         )
-        yield what, f"{size(exchange['bytes'])}, {seconds(exchange['seconds'])}"
 
 
 def _skips(stage: int, edges: Sequence[Found]) -> Iterator[tuple[str, str]]:
@@ -196,8 +198,8 @@ def _alternatives(plans: Sequence[Found]) -> str:
     chosen = plans[0]["choices"]
     rows = [["", "predicted", "measured", "most memory", "what differs from the chosen"]]
     for i, one in enumerate(plans):
-        differs = [f"{k.replace('_', ' ')} {_text(v)}" for k, v in one["choices"].items() if chosen.get(k) != v]
-        why = [f"could not be run: {one['why']}"] if one["why"] else []
+        differs = [f"{k.replace('_', '-')} {_text(v)}" for k, v in one["choices"].items() if chosen.get(k) != v]
+        why = [f"failed: {one['why']}"] if one["why"] else []
         measured = "-" if one["measured_s"] is None else seconds(one["measured_s"])
         memory = "-" if one["memory_bytes"] is None else size(one["memory_bytes"])
         name = ", ".join(filter(None, ("" if i else "chosen", one["name"])))
