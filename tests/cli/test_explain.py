@@ -10,6 +10,7 @@ import pytest
 
 from roundelay.finals import search_plan
 from tests.cli.harness import MLP, here
+from tests.page.test_explain_page import searched
 from tests.planner.profiles import calibrated
 
 Screen = pytest.CaptureFixture[str]
@@ -59,11 +60,13 @@ def test_another_plan_stands_beside_it_term_by_term(capsys: Screen, files: list[
 
 
 def test_a_page_holds_the_object_that_is_printed(capsys: Screen, files: list[Path], tmp_path: Path) -> None:
-    page = tmp_path / "a.html"
-    said = here(capsys, "explain", files[0], "--diff", files[1], "--html", page, "--json")
+    page, search = tmp_path / "a.html", tmp_path / "s.json"
+    search.write_text(json.dumps(searched()))
+    said = here(capsys, "explain", files[0], "--diff", files[1], "--html", page, "--search", search, "--json")
     text = page.read_text()
     (held,) = re.findall(r'id="explained">(.*?)</script>', text)
     assert json.loads(held) == said.json
+    assert len(said.json["alternatives"]) == 3
     assert "The other plan is 1.toml: 1f1b on 2 replicas x ZeRO 1." in text
     assert f"<h1>0.toml: 1f1b on {said.json['arrangement']}</h1>" in text
     refused = here(capsys, "explain", files[0], "--html", tmp_path / "none" / "a.html")

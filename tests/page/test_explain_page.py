@@ -25,10 +25,14 @@ from tests.page.test_page import Read
 HEADINGS = ["Plan", "Stages on machines", "Costs", "Steady state", "Memory"]
 
 
-def sized(plan: Plan) -> Plan:
-    """The plan with messages of two sizes."""
-    edges = [replace(edge, forward_bytes=1500, backward_bytes=2500) for edge in plan.edges]
-    return replace(plan, edges=tuple(edges), bytes_per_s=1e7)
+def odd(plan: Plan) -> Plan:
+    """The plan with times and sizes of which no two are alike."""
+    edges = [replace(edge, forward_bytes=1510 + k, backward_bytes=2520 + k) for k, edge in enumerate(plan.edges)]
+    stages = [
+        replace(one, forward_s=0.0113 + k / 991, backward_s=0.0217 + k / 983, parameter_bytes=7310 + 100 * k)
+        for k, one in enumerate(plan.stages)
+    ]
+    return replace(plan, edges=tuple(edges), stages=tuple(stages), bytes_per_s=1e7)
 
 
 def found_of(plan: Plan) -> dict[str, Any]:
@@ -69,14 +73,34 @@ def shown(page: str) -> list[str]:
 
 
 def test_every_number_is_one_of_the_json_object() -> None:
-    plan, other = sized(planned()), found_of(sized(planned("gpipe")))
+    plan, other = odd(planned()), found_of(odd(planned("gpipe")))
     found = found_of(plan)
     page = page_of(plan, diff=beside(found, "b.toml", other))
     numbers = [x for x in leaves(embedded(page)) if isinstance(x, int | float)]
     told = {text for x in numbers for text in (seconds(abs(x)), size(x), f"{x:.0%}", f"{x}")}
     assert len(shown(page)) > 120
     assert [text for text in shown(page) if text not in told] == []
-    assert "1.5 kB" in shown(page)
+
+
+def test_a_stage_s_box_tells_what_the_plan_has() -> None:
+    plan = odd(planned())
+    words = Read(page_of(plan)).words
+    words = words[words.index("stage 1") :]
+    own, edge, found = plan.stages[1], plan.edges[1], found_of(plan)["stages"][1]
+    told = {
+        "workers": "1",
+        "device": "cpu",
+        "up to": "end_1",
+        "weights": size(own.parameter_bytes),
+        "forward": seconds(own.forward_s),
+        "backward": seconds(own.backward_s),
+        "update": seconds(own.update_s),
+        "computes a batch": seconds(found["computes_s"]),
+        "on the path": f"{seconds(found['on_path_s'])}, {found['on_path_s'] / found_of(plan)['batch_s']:.0%}",
+    }
+    assert {name: words[words.index(name) + 1] for name in told} == told
+    arrow = words.index(f"→ {size(edge.forward_bytes)}")
+    assert words[arrow + 1] == f"← {size(edge.backward_bytes)}"
 
 
 def test_the_json_object_is_the_one_that_is_printed() -> None:
@@ -107,7 +131,14 @@ def test_the_critical_path_is_marked_below_the_workers() -> None:
     assert [(term, time) for _, _, term, time in marks[-3:]] == expected
     assert all(terms[int(line)] == term for line, _, term, _ in marks)
     rows = {int(y) // 33 for _, y, _, _ in marks}
-    assert rows == {p["worker"] for p in found["critical_path"]}
+    assert rows == {0, 1, 2}
+    assert all(p["worker"] == p["stage"] for p in found["critical_path"])
+
+
+def test_narrow_screens_have_the_marks_of_their_part() -> None:
+    drawn = re.findall(r'<svg class="timeline".*?</svg>', page_of(planned(micro_batches=8)), re.DOTALL)
+    wide, middle, narrow = (one.count('<rect class="line') for one in drawn)
+    assert wide > middle > narrow
 
 
 def test_the_last_two_batches_are_drawn() -> None:
@@ -163,7 +194,14 @@ def searched(**changes: Any) -> dict[str, Any]:
     slow = {"choices": {"rule": "1f1b", "workers": 1}, "predicted_s": 0.75, "memory_bytes": 4000}
     failed = {**slow, "name": "one process", "measured_s": None, "why": "no room"}
     finals = [failed, {**one, "name": "pipeline", "measured_s": 0.6, "why": ""}]
-    whole = {"plan": "", "chosen": one, "top": [one, slow], "baselines": {"none": None, "one": slow}, "finals": finals}
+    slower = {"choices": {"rule": "1f1b", "workers": 3}, "predicted_s": 0.8, "memory_bytes": None}
+    whole = {
+        "plan": "",
+        "chosen": one,
+        "top": [one, slower, slow],
+        "baselines": {"none": None, "one": slow},
+        "finals": finals,
+    }
     return whole | changes
 
 
@@ -176,8 +214,9 @@ def test_a_search_s_plans_are_listed_with_what_was_predicted_and_measured(tmp_pa
     assert rows == [
         ["chosen, pipeline", "500 ms", "600 ms", "-", ""],
         ["one process", "750 ms", "-", "4 kB", "workers 1, failed: no room"],
+        ["best 2", "800 ms", "-", "-", "workers 3"],
     ]
-    assert len(embedded(page)["alternatives"]) == 2
+    assert len(embedded(page)["alternatives"]) == 3
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", json.dumps(searched(top=3))])
