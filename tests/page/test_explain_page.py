@@ -95,8 +95,9 @@ def test_a_stage_s_box_tells_what_the_plan_has() -> None:
         "forward": seconds(own.forward_s),
         "backward": seconds(own.backward_s),
         "update": seconds(own.update_s),
-        "computes a batch": seconds(found["computes_s"]),
-        "on the path": f"{seconds(found['on_path_s'])}, {found['on_path_s'] / found_of(plan)['batch_s']:.0%}",
+        "computes": seconds(found["computes_s"]),
+        "on the path": seconds(found["on_path_s"]),
+        "share": f"{found['on_path_s'] / found_of(plan)['batch_s']:.0%}",
     }
     assert {name: words[words.index(name) + 1] for name in told} == told
     arrow = words.index(f"→ {size(edge.forward_bytes)}")

@@ -26,13 +26,13 @@ SHOWN_BATCHES = 2
 
 _CSS = """
 .stages { display: flex; flex-wrap: wrap; gap: 10px; margin: 12px 0 0; padding: 0; list-style: none; }
-.stages .stage { flex: 1 1 185px; max-width: 420px; border: 1px solid var(--line); border-radius: 8px;
+.stages .stage { flex: 1 1 195px; max-width: 420px; border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 14px; break-inside: avoid; }
 .stages h3 { margin: 0 0 4px; }
 .stages .edge { align-self: center; font-size: 13px; color: var(--soft); white-space: nowrap; }
 .stages .facts { display: block; }
 .stages .facts div { display: flex; justify-content: space-between; gap: 14px; font-size: 13px; }
-.stages .facts dt { flex: 1 1 8em; }
+.stages .facts dt { flex: 1 1 5em; }
 .stages .facts dd { text-align: right; min-width: 0; }
 .plans td:last-child, .plans th:last-child { white-space: normal; text-align: left; overflow-wrap: anywhere; }
 """
@@ -95,8 +95,8 @@ def _stages(found: Found) -> str:
             sizes = f"→ {size(edge['forward_bytes'])}<br>← {size(edge['backward_bytes'])}"
             boxes.append(f'<li class="edge">{sizes}</li>')
     text = s.note(
-        "Seconds of one micro-batch, of an update, and of a batch; bytes of one message. On the path: what the "
-        "stage computes of the critical path. An exchange begins when all holders of the stage are there."
+        "Seconds of one micro-batch and of an update; what a worker computes in a batch, how much of it is on the "
+        "critical path, and its share of the path; bytes of one message. An exchange begins when all holders of the stage are there."
     )
     return s.section("Stages on machines", f'{text}<ol class="stages">{"".join(boxes)}</ol>')
 
@@ -112,8 +112,9 @@ def _of_stage(one: Found, found: Found) -> Iterator[tuple[str, str]]:
     if one["weights_s"]:
         yield "its weights' half", seconds(one["weights_s"])
     yield "update", seconds(one["update_s"])
-    yield "computes a batch", seconds(one["computes_s"])
-    yield "on the path", f"{seconds(one['on_path_s'])}, {one['on_path_share']:.0%}"
+    yield "computes", seconds(one["computes_s"])
+    yield "on the path", seconds(one["on_path_s"])
+    yield "share", f"{one['on_path_share']:.0%}"
     for exchange in one["exchanges"]:
         what = f"{exchange['kind'].replace('-', ' ')} over {exchange['axis']}"
         yield (
@@ -165,7 +166,8 @@ def _last_batches(plan: Plan, simulation: Simulation, path: Sequence[Piece], col
 def _timeline(window: Window, colours: Mapping[str, str]) -> str:
     text = s.note(
         f"The last {SHOWN_BATCHES} simulated batches. Numbers are micro-batches, in updates batches. The strip below a "
-        "worker is the critical path, in the colours of what it is spent on; under a gap the worker waits for that."
+        "worker is the critical path, in the colours of what it is spent on; under a gap the worker waits for that. "
+        "A narrow screen shows the first part."
     )
     kinds = s.legend((kind, kind) for kind in s.KINDS)
     path = s.legend((f"path: {term}", colour) for term, colour in colours.items())

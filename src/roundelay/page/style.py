@@ -94,6 +94,8 @@ footer { color: var(--soft); font-size: 13px; }
   * { print-color-adjust: exact; }
   section { break-inside: avoid; }
   .scroll { overflow: visible; }
+  .wide { display: block; }
+  .middle, .narrow { display: none; }
 }
 """
 
