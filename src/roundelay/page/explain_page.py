@@ -96,7 +96,8 @@ def _stages(found: Found) -> str:
             boxes.append(f'<li class="edge">{sizes}</li>')
     text = s.note(
         "Seconds of one micro-batch and of an update; what a worker computes in a batch, how much of it is on the "
-        "critical path, and its share of the path; bytes of one message. An exchange begins when all holders of the stage are there."
+        "critical path, and its share of the path; bytes of one message. An exchange begins when all holders of "
+        "the stage are there."
     )
     return s.section("Stages on machines", f'{text}<ol class="stages">{"".join(boxes)}</ol>')
 
@@ -126,7 +127,8 @@ def _of_stage(one: Found, found: Found) -> Iterator[tuple[str, str]]:
 def _skips(stage: int, edges: Sequence[Found]) -> Iterator[tuple[str, str]]:
     for edge in edges:
         if edge["source"] == stage and edge["target"] != stage + 1:
-            yield f"to stage {edge['target']}", f"→ {size(edge['forward_bytes'])} ← {size(edge['backward_bytes'])}"
+            yield f"→ stage {edge['target']}", size(edge["forward_bytes"])
+            yield f"← stage {edge['target']}", size(edge["backward_bytes"])
 
 
 def _costs(found: Found, other: Found | None, colours: Mapping[str, str]) -> str:
