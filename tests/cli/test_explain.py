@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from roundelay.finals import search_plan
 from tests.cli.harness import MLP, here
+from tests.page.test_explain_page import searched
 from tests.planner.profiles import calibrated
 
 Screen = pytest.CaptureFixture[str]
@@ -46,12 +49,29 @@ def test_terms_add_up_to_the_batch_that_simulation_gives(capsys: Screen, files: 
 def test_another_plan_stands_beside_it_term_by_term(capsys: Screen, files: list[Path]) -> None:
     found = here(capsys, "explain", files[0], "--diff", files[1], "--json").json
     assert found["diff"].pop("name") == "1.toml"
+    more = {term: seconds for term, seconds in found["diff"].pop("more").items() if seconds}
+    assert sum(more.values()) == pytest.approx(found["diff"].pop("more_s"))
     assert found["diff"] == here(capsys, "explain", files[1], "--json").json
     said = here(capsys, "explain", files[0], "--diff", files[1])
     assert said.code == 0
     more = (found["diff"]["batch_s"] - found["batch_s"]) * 1e3
     assert f"{more:+.4g}" in said.told
     assert "memory of 1.toml" in said.told
+
+
+def test_a_page_holds_the_object_that_is_printed(capsys: Screen, files: list[Path], tmp_path: Path) -> None:
+    page, search = tmp_path / "a.html", tmp_path / "s.json"
+    search.write_text(json.dumps(searched()))
+    said = here(capsys, "explain", files[0], "--diff", files[1], "--html", page, "--search", search, "--json")
+    text = page.read_text()
+    (held,) = re.findall(r'id="explained">(.*?)</script>', text)
+    assert json.loads(held) == said.json
+    assert len(said.json["alternatives"]) == 3
+    assert "The other plan is 1.toml: 1f1b on 2 replicas x ZeRO 1." in text
+    assert f"<h1>0.toml: 1f1b on {said.json['arrangement']}</h1>" in text
+    refused = here(capsys, "explain", files[0], "--html", tmp_path / "none" / "a.html")
+    assert refused.code == 1
+    assert "No such file or directory" in refused.told
 
 
 def test_what_is_no_plan_is_refused(capsys: Screen, files: list[Path], tmp_path: Path) -> None:
@@ -78,6 +98,8 @@ def test_the_best_plan_that_has_what_is_asked_for_stands_beside(capsys: Screen, 
         (("--job", MLP, "--why-not", "zero=7"), "zero"),
         (("--why-not", "zero=2"), "Give --job"),
         (("--job", MLP), "Give --why-not"),
+        (("--search", "s.json"), "Give --html"),
+        (("--search", "none.json", "--html", "x.html"), "plan --search --json"),
         (("--job", MLP, "--why-not", "zero=2", "--diff", "x.toml"), "Leave one of them out"),
     ],
 )

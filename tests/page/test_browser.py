@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from roundelay.cli.explained import explained
+from roundelay.page.explain_page import explain_page
 from roundelay.page.run_page import run_page
-from tests.page.runs import finished
+from roundelay.search.account import account
+from tests.page.runs import finished, planned
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
@@ -81,3 +84,18 @@ def test_the_browser_refuses_whatever_the_page_would_load(tmp_path: Path) -> Non
     text = run_page(finished(tmp_path).path)
     _, console = rendered(tmp_path, text.replace("<footer>", '<img src="http://127.0.0.1:9/x.png"><footer>'))
     assert any("Content Security Policy" in line for line in console)
+
+
+SCROLLS = """<script>
+document.body.dataset.scrolls = String(document.documentElement.scrollWidth > document.documentElement.clientWidth);
+</script></body>"""
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_the_page_of_a_plan_renders_and_does_not_scroll_sideways(tmp_path: Path, width: int) -> None:
+    plan = planned(workers=8)
+    own = account(plan)
+    text = explain_page("a.toml", explained(plan, own), plan, own.simulation, own.path)
+    dom, console = rendered(tmp_path, text.replace("</body>", SCROLLS), width)
+    assert console == []
+    assert 'data-scrolls="false"' in dom

@@ -215,11 +215,16 @@ def explain(
             metavar="NAME=VALUE",
         ),
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a self-contained page of it.")] = None,
+    search: Annotated[
+        Path | None,
+        typer.Option(help="With --html: what `roundelay plan --search --json` has printed; the page lists its plans."),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Explain a plan: where its predicted time and memory go, term by term."""
-    check_explained(diff, job_file, why_not)
-    load("cli.explain_command").explain_command(plan_file, diff, job_file, why_not, as_json=as_json)
+    check_explained(diff, job_file, why_not, html, search)
+    load("cli.explain_command").explain_command(plan_file, diff, job_file, why_not, html, search, as_json=as_json)
 
 
 @app.command("calibrate", epilog="Example: `roundelay calibrate --workers 2 --transport shm`")

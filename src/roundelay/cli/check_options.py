@@ -73,7 +73,9 @@ def check_space(space: str | None, cluster: Path | None, output: Path | None, *,
         )
 
 
-def check_explained(diff: Path | None, job_file: Path | None, why_not: str | None) -> None:
+def check_explained(
+    diff: Path | None, job_file: Path | None, why_not: str | None, html: Path | None, search: Path | None
+) -> None:
     """Check the options of ``explain``.
 
     Raises:
@@ -84,6 +86,8 @@ def check_explained(diff: Path | None, job_file: Path | None, why_not: str | Non
     if (job_file is None) != (why_not is None):
         got, other = ("--job", "--why-not") if why_not is None else ("--why-not", "--job")
         raise UsageError(got, got="it alone", expected=f"{other} with it", remedy=f"Give {other}, or leave {got} out.")
+    if search is not None and html is None:
+        raise UsageError("--search", got="no --html", expected="--html", remedy="Give --html, or leave --search out.")
 
 
 def check_run(run: RunOptions) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from roundelay.api import capture
+from roundelay.cli.changed_by_job import PathResolver
+from roundelay.cli.explained import alternatives, beside, explained
 from roundelay.cli.screen import doing, show_json, stdout, table
+from roundelay.cli.text_file import write_text
 from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
+from roundelay.page.explain_page import explain_page
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
@@ -27,7 +30,14 @@ beside the path costs nothing. Memory is without the optimizer's states, of whic
 
 
 def explain_command(
-    plan_file: Path, diff: Path | None, job_file: Path | None, why_not: str | None, *, as_json: bool
+    plan_file: Path,
+    diff: Path | None,
+    job_file: Path | None,
+    why_not: str | None,
+    html: Path | None,
+    search: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Explain a plan.
 
@@ -36,8 +46,12 @@ def explain_command(
         diff: another plan to compare it with.
         job_file: whose plan it is.
         why_not: what the plan does not have; the best plan of the job that has it stands beside.
+        html: where to write a page of it.
+        search: what a search has printed as JSON, for the page.
         as_json: print one JSON object.
     """
+    paths = PathResolver()
+    others = {} if search is None else {"alternatives": alternatives(search)}
     plans = {plan_file.name: read_plan(plan_file)}
     if diff is not None:
         plans[diff.name if diff.name != plan_file.name else str(diff)] = read_plan(diff)
@@ -46,12 +60,17 @@ def explain_command(
     for plan in plans.values():
         prove(plan)
     accounts = [account(plan) for plan in plans.values()]
+    found, *rest = [explained(plan, one) for plan, one in zip(plans.values(), accounts, strict=True)]
+    for name, other in zip([*plans][1:], rest, strict=True):
+        found["diff" if why_not is None else "why_not"] = beside(found, name, other)
+    found |= others
+    if html is not None:
+        own = accounts[0]
+        write_text(paths.of(html), explain_page(plan_file.name, found, plans[plan_file.name], own.simulation, own.path))
     if as_json:
-        found = [_json(plan, one) for plan, one in zip(plans.values(), accounts, strict=True)]
-        others = zip(["diff" if why_not is None else "why_not"], list(plans)[1:], found[1:], strict=False)
-        show_json(found[0] | {what: {"name": name} | other for what, name, other in others})
-        return
-    _show(plans, accounts)
+        show_json(found)
+    else:
+        _show(plans, accounts)
 
 
 def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet: bool) -> Iterator[tuple[str, Plan]]:
@@ -121,18 +140,3 @@ def _show_memory(title: str, plan: Plan, own: Account) -> None:
     ]
     stdout.print()
     stdout.print(table(title, ["", *items, "total"], rows))
-
-
-def _json(plan: Plan, own: Account) -> dict[str, Any]:
-    return {
-        "rule": plan.rule,
-        "arrangement": plan.arrangement,
-        "batch_s": own.batch_s,
-        "terms": dict(own.terms),
-        "stages": [
-            {"stage": s.stage, "workers": list(s.workers), "computes_s": s.computes_s, "on_path_s": s.on_path_s}
-            for s in own.stages
-        ],
-        "busy": list(own.busy),
-        "memory": [{k: v for k, v in one.items().items() if k != "optimizer"} for one in own.memory],
-    }

@@ -65,7 +65,7 @@ def line_styles(lines: Iterable[int]) -> str:
     for line in lines:
         colour, dashes = style_of(line)
         rules.append(f".curve.line{line} {{ stroke: {colour}; stroke-dasharray: {dashes or 'none'}; }}")
-        rules.append(f".dot.line{line} {{ fill: {colour}; }} i.line{line} {{ background: {colour}; }}")
+        rules.append(f".dot.line{line}, rect.line{line} {{ fill: {colour}; }} i.line{line} {{ background: {colour}; }}")
     return "\n".join(rules)
 
 

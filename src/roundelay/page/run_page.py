@@ -18,7 +18,7 @@ from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import window_length
-from roundelay.simulator import simulate
+from roundelay.simulator import Simulation, simulate
 
 
 def run_page(path: Path) -> str:
@@ -50,10 +50,14 @@ def predicted_window(plan: Plan) -> Window:
     batches = -(-3 * count // plan.micro_batches) + plan.num_stages
     counts = [plan.micro_batches] * batches
     simulation = simulate(plan, emit(check_plan(plan)), stream(counts))
-    spans = simulation.spans()
-    starts = sorted(span.start_s for span in spans if span.opcode == "forward" and span.stage == 0)
+    starts = sorted(span.start_s for span in simulation.intervals if span.opcode == "forward" and span.stage == 0)
     first = len(starts) // 2 - count // 2
-    begin, end = starts[first], max(starts[first + count], starts[first] + 1e-6)
+    return window_between(plan, simulation, starts[first], max(starts[first + count], starts[first] + 1e-6))
+
+
+def window_between(plan: Plan, simulation: Simulation, begin: float, end: float) -> Window:
+    """What happens in a simulated run of a plan between two times, in seconds from its start."""
+    spans = simulation.spans()
     gaps = [g for g in gaps_of(spans, channels_of(read(plan)), plan.num_workers) if g.start_s < end and g.end_s > begin]
     inside = [span for span in spans if span.start_s < end and span.end_s > begin]
     loads = [load for load in simulation.loads if load.start_s < end and load.end_s > begin]
@@ -69,10 +73,9 @@ def _heading(run: Run) -> str:
         "" if ended else s.note("There is no summary.json: the run has failed, was interrupted, or is still running.")
     )
     warning += "".join(s.note(notice) for notice in run.notices())
-    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run))
     return (
         f"<header><h1>{escape(run.name)}{state}</h1>{s.note(about) if about else ''}{warning}</header>"
-        f'<section><dl class="facts">{facts}</dl></section>\n'
+        f"<section>{s.facts(_facts(run))}</section>\n"
     )
 
 

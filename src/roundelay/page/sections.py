@@ -21,8 +21,8 @@ WIDE, HALF, MIDDLE, NARROW = 1040, 520, 680, 350
 TALL = 270
 MOST_METRICS = 6
 
-_KINDS = ("forward", "backward", "update", "data", "bubble", "wait")
-_ITEMS = {
+KINDS = ("forward", "backward", "update", "data", "bubble", "wait")
+ITEMS = {
     "weights": "forward",
     "gradients": "backward",
     "optimizer": "update",
@@ -58,6 +58,12 @@ def section(title: str, body: str) -> str:
 def note(text: str) -> str:
     """A paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """A list of names and values."""
+    body = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="facts">{body}</dl>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -197,19 +203,19 @@ def shares(run: Run) -> str:
         "delayed it. Data: waiting for the loader."
     )
     svg = for_screens(lambda width: bars(groups, width, 1.0, lambda v: f"{v:.0%}", "shares of time per worker"), WIDE)
-    entries = [(kind, kind) for kind in _KINDS]
+    entries = [(kind, kind) for kind in KINDS]
     if any(row.get("wait") is None for row in rows):
         text += note("The workers' clocks differ (several hosts): bubble and wait cannot be told apart.")
     return section("Where the time went", text + legend(entries) + svg)
 
 
 def _time_parts(row: Mapping[str, Any]) -> list[BarPart]:
-    known = {kind: value for kind, value in numbers(row).items() if kind in _KINDS}
+    known = {kind: value for kind, value in numbers(row).items() if kind in KINDS}
     if "wait" not in known:
         known["bubble"] = max(0.0, 1.0 - sum(known.values()))
     return [
         BarPart("idle" if kind == "bubble" and "wait" not in known else kind, kind, known.get(kind, 0.0))
-        for kind in _KINDS
+        for kind in KINDS
     ]
 
 
@@ -218,7 +224,7 @@ _LATER = "Not there. {}: a run that has failed, or is still running, has none."
 
 def schedule(run: Run, predicted: Window) -> str:
     """The measured timeline, and the predicted one."""
-    entries = [(kind, kind) for kind in _KINDS]
+    entries = [(kind, kind) for kind in KINDS]
     body = note(
         "Numbers are micro-batches, in updates and loads batches. Point at a box for its version, its time and the "
         "bytes sent. The row above the workers shows what the reader loads meanwhile."
@@ -230,12 +236,13 @@ def schedule(run: Run, predicted: Window) -> str:
             "writes the predicted one."
         )
     else:
-        body += "<h3>As it ran, in the middle of the run</h3>" + _timeline(run.window, "schedule as it ran")
-    body += "<h3>As the plan predicts it</h3>" + _timeline(predicted, "schedule as predicted")
+        body += "<h3>As it ran, in the middle of the run</h3>" + draw_window(run.window, "schedule as it ran")
+    body += "<h3>As the plan predicts it</h3>" + draw_window(predicted, "schedule as predicted")
     return section("Schedule", body)
 
 
-def _timeline(window: Window, label: str) -> str:
+def draw_window(window: Window, label: str) -> str:
+    """A timeline for all screens; on narrower ones its first part."""
     return for_screens(lambda width: timeline(first_part(window, width / WIDE), width, label), WIDE)
 
 
@@ -253,13 +260,13 @@ def memory(run: Run) -> str:
     if any(row.get("process_shared") for row in rows):
         text += note("The workers were threads of one process: the measured values are those of all together.")
     svg = for_screens(lambda width: bars(groups, width, most, size, "bytes per worker"), WIDE)
-    entries = [*_ITEMS.items(), ("private", "thin")]
+    entries = [*ITEMS.items(), ("private", "thin")]
     return section("Memory", text + legend(entries) + svg + _table(rows))
 
 
 def _memory_bars(row: Mapping[str, Any]) -> list[list[BarPart]]:
     predicted = numbers(row.get("predicted"))
-    items = [BarPart(name, css_class, predicted.get(name, 0.0)) for name, css_class in _ITEMS.items()]
+    items = [BarPart(name, css_class, predicted.get(name, 0.0)) for name, css_class in ITEMS.items()]
     return [items, [BarPart("private", "thin", numbers(row).get("private_bytes", 0.0))]]
 
 

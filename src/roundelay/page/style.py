@@ -7,7 +7,7 @@ STYLE = """
   --forward: #6b9ac4; --backward: #e2ac5f; --update: #7aa874; --data: #a596c7; --wait: #cf7468;
   --inside: #1c2024; --a: #3f76a8; --b: #cf7468; --c: #55915a; --thin: #a9c1d8;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #14171a; --card: #1c2024; --ink: #e4e6e8; --soft: #9aa3ab; --line: #30363c; --bubble: #2d3339;
     --forward: #6495c4; --backward: #d3a15a; --update: #76a471; --data: #9a8cc0; --wait: #d27a6e;
@@ -89,6 +89,13 @@ footer { color: var(--soft); font-size: 13px; }
   main { padding: 18px 10px 40px; }
   section { padding: 14px 12px; }
   h1 { font-size: 21px; }
+}
+@media print {
+  * { print-color-adjust: exact; }
+  section { break-inside: avoid; }
+  .scroll { overflow: visible; }
+  .wide { display: block; }
+  .middle, .narrow { display: none; }
 }
 """
 

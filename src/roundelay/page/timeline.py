@@ -6,7 +6,7 @@ Where it is known, a row above the workers shows the batches that the reader loa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from roundelay.ir.micro_batch import Load
@@ -20,6 +20,25 @@ MOST_WORKERS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A time interval that is marked below a worker's row.
+
+    Args:
+        worker: whose row.
+        css_class: gives the colour.
+        name: shown when the cursor points at it.
+        start_s: when it begins.
+        end_s: when it ends.
+    """
+
+    worker: int
+    css_class: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """A time interval of a run and what happens in it; times are seconds from the run's first span.
 
@@ -30,6 +49,7 @@ class Window:
         gaps: idle times between them, if known.
         num_workers: D.
         loads: batches loaded in it.
+        marks: what is marked in it.
     """
 
     start_s: float
@@ -38,6 +58,7 @@ class Window:
     gaps: Sequence[Gap]
     num_workers: int
     loads: Sequence[Load] = ()
+    marks: Sequence[Mark] = ()
 
 
 def first_part(window: Window, share: float) -> Window:
@@ -46,7 +67,8 @@ def first_part(window: Window, share: float) -> Window:
     spans = [span for span in window.spans if span.start_s < end]
     gaps = [gap for gap in window.gaps if gap.start_s < end]
     loads = [load for load in window.loads if load.start_s < end]
-    return Window(window.start_s, end, spans, gaps, window.num_workers, loads)
+    marks = [mark for mark in window.marks if mark.start_s < end]
+    return replace(window, end_s=end, spans=spans, gaps=gaps, loads=loads, marks=marks)
 
 
 def timeline(window: Window, width: int, label: str) -> str:
@@ -71,6 +93,7 @@ def timeline(window: Window, width: int, label: str) -> str:
     parts += [_row(TOP + k * (TALL + BETWEEN), f"worker {k}", width) for k in range(rows)]
     parts += [_gap(gap, across) for gap in window.gaps if gap.worker < rows and gap.kind == "wait"]
     parts += [_instruction_box(span, across) for span in window.spans if span.worker < rows]
+    parts += [_mark(mark, across) for mark in window.marks if mark.worker < rows]
     return "".join([*parts, "</g></svg>"])
 
 
@@ -96,6 +119,16 @@ def _gap(gap: Gap, across: Axis) -> str:
     return (
         f'<rect class="wait" x="{x:.1f}" y="{y + TALL - 6:.1f}" width="{wide:.1f}" height="6">'
         f"<title>{title}</title></rect>"
+    )
+
+
+def _mark(mark: Mark, across: Axis) -> str:
+    x, wide = _x_and_width(mark.start_s, mark.end_s, across)
+    y = TOP + mark.worker * (TALL + BETWEEN) + TALL + 1
+    title = f"{mark.name}: {seconds(mark.end_s - mark.start_s)}"
+    return (
+        f'<rect class="{mark.css_class}" x="{x:.1f}" y="{y:g}" width="{max(0.4, wide):.1f}" height="{BETWEEN - 2:g}">'
+        f"<title>{escape(title)}</title></rect>"
     )
 
 

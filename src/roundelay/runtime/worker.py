@@ -387,7 +387,9 @@ class _Worker:
             rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
         first, since = self.task.extent.start_batch, events[0][2]
-        if loads := [[first + n, start, end] for n, start, end in self.registers.loads if end >= since]:
+        if loads := [
+            [first + n, start, end] for n, start, end in list(self.registers.loads) if end >= since
+        ]:  # at once: the reader goes on
             self.report(Report("loads", self.worker, {"loads": loads}))
 
     def _summary(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 from roundelay.planner.price import BATCHES
-from roundelay.simulator import simulate
+from roundelay.simulator import Simulation, simulate
 from roundelay.simulator.critical_path import COMPUTE, Piece, critical_path, terms
 
 
@@ -42,6 +42,8 @@ class Account:
         stages: of the plan.
         busy: share of its time that each worker computes.
         memory: of each worker; without the optimizer's states, of which a plan does not tell.
+        simulation: of :data:`BATCHES` batches.
+        path: its critical path.
     """
 
     batch_s: float
@@ -49,6 +51,8 @@ class Account:
     stages: tuple[StageAccount, ...]
     busy: tuple[float, ...]
     memory: tuple[MemoryEstimate, ...]
+    simulation: Simulation
+    path: tuple[Piece, ...]
 
 
 def account(plan: Plan, state_bytes: Sequence[int] | None = None) -> Account:
@@ -74,6 +78,8 @@ def account(plan: Plan, state_bytes: Sequence[int] | None = None) -> Account:
         stages=tuple([_of_stage(plan, k, path, busy[k]) for k in range(plan.num_stages)]),
         busy=tuple(worker.busy_s / simulation.makespan_s for worker in simulation.workers),
         memory=estimate_memory(plan, [0] * plan.num_stages if state_bytes is None else state_bytes),
+        simulation=simulation,
+        path=path,
     )
 
 

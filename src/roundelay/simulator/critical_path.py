@@ -42,12 +42,14 @@ class Piece:
 
     Args:
         term: what it is spent on.
+        worker: on which, or which waits.
         stage: whose, or which waits.
         start_s: seconds from the start of the run.
         end_s: likewise.
     """
 
     term: str
+    worker: int
     stage: int
     start_s: float
     end_s: float
@@ -98,11 +100,11 @@ class _Chain:
         own: Interval | None = self._last
         while own is not None:
             if own.end_s > own.start_s:
-                yield Piece(_OF_OPCODE.get(own.opcode, OTHER), own.stage, own.start_s, own.end_s)
+                yield Piece(_OF_OPCODE.get(own.opcode, OTHER), own.worker, own.stage, own.start_s, own.end_s)
             cause, term = self._cause(own)
             end_s = 0.0 if cause is None else cause.end_s
             if own.start_s - end_s > _SAME_S:
-                yield Piece(term, own.stage, end_s, own.start_s)
+                yield Piece(term, own.worker, own.stage, end_s, own.start_s)
             own = cause
 
     def _cause(self, own: Interval) -> tuple[Interval | None, str]:
