@@ -45,6 +45,7 @@ def test_without_finals_the_predictions_decide_and_do_so_again(capsys: Screen, t
     plan = Plan.parse((tmp_path / "plan.toml").read_text())
     assert plan == Plan.parse(found["plan"])
     assert plan.num_workers <= 2
+    assert plan.instruction_s == calibrated().instruction_s
     again = here(capsys, *TWO, "--finals", 0, "--json").json
     assert again["chosen"]["choices"] == found["chosen"]["choices"]
 

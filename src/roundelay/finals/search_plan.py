@@ -15,6 +15,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
+from roundelay.planner.costs import with_costs
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
@@ -185,7 +186,7 @@ class SearchPlan:
             run = self._run_finals(_finalists(found, finals))
         chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
         with self._phase("plan", "Planning and measuring the stages ..."):
-            planned = self._planned(chosen)
+            planned = self._planned(chosen, profiles)
         return Searched(planned, chosen, found, known, tuple(run), self._seconds)
 
     @contextmanager
@@ -217,9 +218,11 @@ class SearchPlan:
         run = [Final(name, one, measured.get(name), failed.get(name, "")) for name, one in finalists]
         return sorted(run, key=lambda final: final.measured_s or float("inf"))
 
-    def _planned(self, chosen: Tried) -> Planned:
+    def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
         own = replace(chosen.choices, memory_limit=self._given.memory_limit)
-        return plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
+        made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
+        profile = profiles.get(made.plan.transport)
+        return made if profile is None else replace(made, plan=with_costs(made.plan, profile))
 
 
 def _maybe(task: Task, choices: Choices) -> Tried | None:

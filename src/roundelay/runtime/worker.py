@@ -387,9 +387,8 @@ class _Worker:
             rows = [_row(*event) for event in events[start : start + 4096]]
             self.report(Report("events", self.worker, {"events": rows}))
         first, since = self.task.extent.start_batch, events[0][2]
-        if loads := [
-            [first + n, start, end] for n, start, end in list(self.registers.loads) if end >= since
-        ]:  # at once: the reader goes on
+        own = list(self.registers.loads)  # at once: the reader goes on
+        if loads := [[first + n, start, end] for n, start, end in own if end >= since]:
             self.report(Report("loads", self.worker, {"loads": loads}))
 
     def _summary(self) -> dict[str, object]:
