@@ -117,3 +117,17 @@ def test_finals_are_of_a_search(capsys: Screen) -> None:
     said = here(capsys, "plan", MLP, "--finals", 2)
     assert said.code == 2
     assert "--finals" in said.told
+
+
+def test_what_is_given_may_need_what_is_searched(capsys: Screen, tmp_path: Path) -> None:
+    said = here(capsys, *TWO, "--finals", 0, "--zero", 1, "--json")
+    assert said.code == 0, said.err
+    assert said.json["chosen"]["choices"]["zero"] == 1
+    assert said.json["chosen"]["choices"]["data_parallel"] == 2
+    signatures = tmp_path / "s.toml"
+    assert (
+        here(capsys, "plan", MLP, "--workers", 1, "--tensor-parallel", 2, "--cuts", "equal", "-o", signatures).code == 0
+    )
+    found = here(capsys, *TWO, "--finals", 0, "--signatures", signatures, "--json").json
+    assert found["chosen"]["choices"]["signatures"] == str(signatures)
+    assert {one["choices"]["transport"] for one in found["top"]} == {"memory", "shm"}

@@ -85,8 +85,9 @@ def test_the_search_is_never_worse_than_an_expert(models: list[ModelFacts], seed
     found = search(task, space(Choices(), facts, machine, workers))
     names = baselines(Choices(), machine, workers)
     assert {"one process", "data parallel", "ZeRO-3", "Megatron", "pipeline"} <= set(names)
+    alike = all(one.kind == "mean" for one in facts.divisible.values())
     for name, choices in names.items():
-        for one in all_tried(task, (choices,)):
+        for one in all_tried(task, (choices,)) if alike or choices.data_parallel is None else ():
             assert found.best[0].batch_s <= one.batch_s, name
 
 
@@ -104,7 +105,10 @@ def test_a_loss_that_is_no_mean_keeps_whole_batches(models: list[ModelFacts]) ->
     other = {n: replace(one, kind="other") for n, one in facts.divisible.items()}
     assert {one.micro_batches for one in space(Choices(), facts, Hardware(4, 4), 2)} > {1, 2}
     points = space(Choices(), replace(facts, divisible=other), Hardware(4, 4), 2)
-    assert {one.micro_batches for one in points if one.layout is None} == {1}
+    assert {one.micro_batches for one in points} == {1}
+    assert {(one.data_parallel, one.layout) for one in points} == {(None, None)}, "replicas would train otherwise"
+    asked = space(Choices(data_parallel=2), replace(facts, divisible=other), Hardware(4, 4), 2)
+    assert {one.data_parallel for one in asked} == {2}
 
 
 def test_the_same_twice(models: list[ModelFacts]) -> None:
@@ -131,3 +135,31 @@ def test_memory_is_a_limit(models: list[ModelFacts]) -> None:
 def test_nothing_that_fits_what_is_given_is_told(models: list[ModelFacts]) -> None:
     with pytest.raises(PlanError, match="workers of the plan: 5"):
         search(Task(models[0], Hardware(4, 4), 2), space(Choices(data_parallel=5), models[0], Hardware(4, 4), 2))
+
+
+def test_stages_that_do_not_wait_for_each_other_are_bounded_too(models: list[ModelFacts]) -> None:
+    """A bound is the work of a batch over all workers, whatever waits for what; none where a rule chooses M."""
+    facts, machine, _ = drawn(models, 2)
+    bounds = Bounds(facts, machine)
+    profile = facts.profile_at(facts.rows_of(4), 4)
+    work_s = sum(profile.forward_s) + sum(profile.backward_s)
+    own = Choices(workers=2, rule="1f1b", micro_batches=4, threads=4)
+    assert bounds.least_s(own) == pytest.approx(work_s * 4 / 2, rel=2e-3)
+    assert bounds.least_s(replace(own, rule="pipedream-2bw", micro_batches=None)) == 0.0
+
+
+def test_a_pair_of_products_is_divided_whole(models: list[ModelFacts]) -> None:
+    """Columns of the first, rows of the second: neither is computed by every worker."""
+    facts = models[1]
+    seconds = (0.0,) * len(facts.graph.ops)
+    of_products = tuple([0.01 if op.flops and op.parameters else 0.0 for op in facts.graph.ops])
+    own = Profile((*of_products, 0.0), (*seconds, 0.0), (*seconds, 0.0))
+    facts = replace(facts, measured=tuple([replace(one, profile=own) for one in facts.measured]))
+    made = [
+        tried(Task(facts, Hardware(8, 8), 8), Choices(workers=1, rule="1f1b", micro_batches=1, tensor_parallel=parts))
+        for parts in (None, 2, 4)
+    ]
+    alone, two, four = (sum(stage.forward_s for stage in one.priced.plan.stages) for one in made)
+    whole = alone - 8 * 0.01  # eight products in the blocks; the vocabulary may be left whole
+    assert two == pytest.approx(whole + 0.04, abs=0.011)
+    assert four == pytest.approx(whole + 0.02, abs=0.011)

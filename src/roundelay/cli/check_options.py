@@ -11,7 +11,7 @@ from roundelay.cli.registered_rules import may_register_rules
 from roundelay.comparison.comparison_variants import parse_numbers, rule_of_cuts, variants
 from roundelay.errors import UsageError
 from roundelay.ir.rule import rule_named, rules
-from roundelay.planner.check_given import check_each, check_given, check_length, check_num_workers, validate_check
+from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
 from roundelay.planner.plan_options import Choices
 
 
@@ -43,8 +43,7 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
         raise UsageError(
             "--search with --show", got=show, expected="one of them", remedy="Write the plan, then show it."
         )
-    check_choices(job_file, replace(choices, workers=None))
-    check_num_workers(choices.workers)
+    check_choices(job_file, choices, planned=True)  # each by itself: what else is needed is searched
 
 
 def check_space(space: str | None, cluster: Path | None, output: Path | None, *, search: bool, finals: bool) -> None:

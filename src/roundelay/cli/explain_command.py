@@ -10,6 +10,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.explained import alternatives, beside, explained
 from roundelay.cli.screen import doing, show_json, stdout, table
 from roundelay.cli.text_file import write_text
+from roundelay.errors import UsageError
 from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
@@ -25,8 +26,9 @@ from roundelay.search.search import shown, tried
 from roundelay.search.why_not import why_not as find_why_not
 
 _NOTE = """
-Predicted, of the steady state's batches. The terms are those of the critical path and add up to the batch; what lies
-beside the path costs nothing. Memory is without the optimizer's states, of which a plan does not tell."""
+Predicted, of the first four batches, divided by four. The terms are those of the critical path and add up to the
+batch; what lies beside the path costs nothing. Memory is without the optimizer's states, of which a plan does not
+tell."""
 
 
 def explain_command(
@@ -78,8 +80,15 @@ def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet
     job = load_job(job_file, 0)
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, deadline_s=plan.deadline_s, tell=show_wait)
+    if plan.model != captured.graph.fingerprint:
+        raise UsageError(
+            f"--job {job_file}",
+            got="another model than the plan's",
+            expected="the job that the plan was made of",
+            remedy="Name that job, or make a new plan of this one.",
+        )
     with doing("Measuring the model's operations ...", quiet) as show_wait:
-        given = Choices(workers=plan.num_workers, transport=plan.transport, precision=plan.precision)
+        given = Choices(workers=plan.num_workers, precision=plan.precision)
         task = task_of(Examined(job, captured, 0, show_wait), given, profiles_of(given))
     with doing("Searching ...", quiet):
         yield name, tried(task, inherited(plan, Choices())).priced.plan

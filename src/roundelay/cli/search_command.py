@@ -67,12 +67,14 @@ def search_command(
 
 def _write_best(best: Tried | None, output: Path | None) -> None:
     """Write the best plan of a search that was ended early."""
-    if best is None or output is None:
+    if best is None:
         return
     prove(best.priced.plan)
-    write_text(
-        output, best.priced.plan.text(["The best plan of a search that was ended early; its seconds are predicted."])
-    )
+    text = best.priced.plan.text(["The best plan of a search that was ended early; its seconds are predicted."])
+    if output is None:
+        sys.stdout.write(text)
+        return
+    write_text(output, text)
     stderr.print(f"Wrote {output}: the best plan so far, {shown(best.choices)}.", markup=False)
 
 
@@ -86,7 +88,8 @@ def _show(searched: Searched) -> None:
     found = searched.found
     rows = [_row(final.name, final.tried, final) for final in searched.finals]
     rows = rows or [_row(f"best {i + 1}", one, None) for i, one in enumerate(found.best[:SHOWN])]
-    title = f"{found.points} plans, {found.simulated} simulated; all others are slower by their computation alone"
+    others = "; all others are slower by their computation alone" if found.points > found.simulated else ""
+    title = f"{found.points} plans, {found.simulated} simulated{others}"
     stderr.print(table(title, ["found as", "predicted ms", "measured ms", "plan"], rows))
 
 
@@ -122,4 +125,5 @@ def _json(searched: Searched, text: str) -> Mapping[str, Any]:
 
 
 def _tried_json(one: Tried) -> dict[str, Any]:
-    return {"choices": one.choices.given(), "predicted_s": one.batch_s, "memory_bytes": one.memory}
+    choices = {name: v if isinstance(v, int | float | str) else str(v) for name, v in one.choices.given().items()}
+    return {"choices": choices, "predicted_s": one.batch_s, "memory_bytes": one.memory}

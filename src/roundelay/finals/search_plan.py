@@ -16,6 +16,7 @@ from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
 from roundelay.planner.costs import with_costs
+from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
@@ -161,6 +162,7 @@ class SearchPlan:
     ) -> None:
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
+        given = given.over(Choices(ema=job.ema))
         self._pins = replace(given, workers=None, memory_limit=None)
         self._seconds: dict[str, float] = {}
         #: the best so far, for who ends the search early
@@ -219,7 +221,8 @@ class SearchPlan:
         return sorted(run, key=lambda final: final.measured_s or float("inf"))
 
     def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
-        own = replace(chosen.choices, memory_limit=self._given.memory_limit)
+        cuts = inherited(chosen.priced.plan, Choices()).cuts  # as they were run; elsewhere a mesh's boxings stand there
+        own = replace(chosen.choices, memory_limit=self._given.memory_limit, cuts=cuts or chosen.choices.cuts)
         made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
         profile = profiles.get(made.plan.transport)
         return made if profile is None else replace(made, plan=with_costs(made.plan, profile))

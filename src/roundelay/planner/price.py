@@ -157,8 +157,15 @@ class _Seconds:
         return i, share * slower(self._machine, self._plan, op, share * self._profile.forward_s[i])
 
     def _share(self, name: str) -> float:
-        whole = self._whole.values[name].num_bytes
-        return self._laid.graph.values[name].num_bytes / whole if whole and self._laid.on_mesh else 1.0
+        """The share of an operation that a worker computes: that of what is split most of its result and operands."""
+        if not self._laid.on_mesh:
+            return 1.0
+        op, whole, local = self._whole.ops[self._index[name]], self._whole, self._laid.graph
+        pairs = [(whole.values[n], local.values[n]) for n in (name, *op.reads) if n in local.values]
+        parts = [own.num_bytes / one.num_bytes for one, own in pairs[: None if op.flops else 1] if one.num_bytes]
+        weights = [(whole.parameters[n], local.parameters[n]) for n in op.parameters if n in local.parameters]
+        parts += [own.num_bytes / one.num_bytes for one, own in weights if one.num_bytes and op.flops]
+        return min([1.0, *parts])
 
     def _kept_between(self, start: int, stop: int) -> int:
         """Bytes kept between the nearest places where the whole graph may be cut."""

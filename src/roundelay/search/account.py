@@ -12,7 +12,7 @@ from roundelay.lower.reading import read
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 from roundelay.planner.price import BATCHES
 from roundelay.simulator import Simulation, simulate
-from roundelay.simulator.critical_path import COMPUTE, Piece, critical_path, terms
+from roundelay.simulator.critical_path import COMPUTE, OF_OPCODE, Piece, critical_path, terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ def account(plan: Plan, state_bytes: Sequence[int] | None = None) -> Account:
     path = critical_path(simulation, programs)
     busy: dict[int, dict[int, float]] = {k: {} for k in range(plan.num_stages)}
     for one in simulation.intervals:
-        if one.opcode not in ("read", "deal"):
+        if OF_OPCODE.get(one.opcode) == COMPUTE:
             busy[one.stage][one.worker] = busy[one.stage].get(one.worker, 0.0) + one.end_s - one.start_s
     return Account(
         batch_s=simulation.makespan_s / BATCHES,
         terms={name: seconds / BATCHES for name, seconds in terms(path).items()},
         stages=tuple([_of_stage(plan, k, path, busy[k]) for k in range(plan.num_stages)]),
-        busy=tuple(worker.busy_s / simulation.makespan_s for worker in simulation.workers),
+        busy=tuple(worker.busy_s / (simulation.makespan_s or 1.0) for worker in simulation.workers),
         memory=estimate_memory(plan, [0] * plan.num_stages if state_bytes is None else state_bytes),
         simulation=simulation,
         path=path,

@@ -10,13 +10,11 @@ from functools import cache
 from typing import final
 
 from roundelay.ir.device_names import CPU
-from roundelay.ir.rule import rule_named
-from roundelay.planner.draft_plan import default_rule
 from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
-from roundelay.schedules import PIPELINE, schedule_named
+from roundelay.schedules import PIPELINE
 
 SLACK = 1.0 - 1e-3
 """Seconds in a plan are rounded to microseconds."""
@@ -36,21 +34,17 @@ class Bounds:
         self._work_s = cache(self._measured_work_s)
 
     def least_s(self, choices: Choices) -> float:
-        """Seconds of a batch that no plan of these choices undercuts; 0 of a layout, where no bound is known.
+        """Seconds of a batch that no plan of these choices undercuts; 0 where none is known.
 
-        Of a rule that flushes, stage k begins when the stages before it have computed a forward, and is left by the
-        last backward as long before the end: the work before it, and M times its own, take no longer than a batch. Of
-        all ways to divide the work W of a micro-batch over S stages, the best takes W / (1 - (1 - 1/M)^S).
+        That is of a layout, and of a number of micro-batches that the rule chooses. Stages need not wait for each other
+        (they may be towers of which each has a stage), so the work of a batch is divided evenly over all workers.
         """
-        if choices.layout not in (None, PIPELINE):
+        if choices.layout not in (None, PIPELINE) or choices.micro_batches is None:
             return 0.0
-        schedule = schedule_named(rule_named(choices.rule or default_rule(PIPELINE)).schedule)
         replicas, parts, workers = replicas_of(choices), parts_of(choices), choices.workers or 1
-        micro_batches = choices.micro_batches or 1
+        micro_batches = choices.micro_batches
         threads = choices.threads or self._machine.threads_each((CPU,) * (replicas * parts * workers))
         work_s = SLACK * self._work_s(self._facts.rows_of(micro_batches * replicas), threads) / parts
-        if schedule.window == "batch" and schedule.stages_per_worker == 1 and not schedule.halved:
-            return work_s / (1.0 - (1.0 - 1.0 / micro_batches) ** workers)
         return work_s * micro_batches / workers
 
     def _measured_work_s(self, rows: int, threads: int) -> float:

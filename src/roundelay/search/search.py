@@ -97,6 +97,13 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
     Raises:
         PlanError: none of them is a plan of this model, or all would hold too much.
     """
+    if task.memory is not None and task.facts.state_bytes is None:
+        raise PlanError(
+            "--memory-limit",
+            got="an optimizer whose state is not known before its first step",
+            expected="one that can step on tensors without memory, as those of torch.optim can",
+            remedy="Leave --memory-limit out.",
+        )
     bounds = Bounds(task.facts, task.machine)
     ordered = sorted(((bounds.least_s(point), i) for i, point in enumerate(points)))
     best: list[Tried] = []
@@ -169,9 +176,11 @@ def _nothing(task: Task, refused: Mapping[str, int], smallest: Tried | None) -> 
 
 
 def shown(choices: Choices) -> str:
-    """Choices as options of the command line."""
+    """Choices as options of the command line, but for those that say what is so by default."""
     words = []
     for name, value in choices.given().items():
+        if value in (False, 0.0, ()) and name != "zero":
+            continue
         option = "--" + name.replace("_", "-")
         words.append(option if value is True else f"{option} {value}")
     return " ".join(words)

@@ -15,7 +15,7 @@ from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
 from roundelay.planner.stage_counts import default_devices
-from roundelay.schedules import LAYOUTS, PIPELINE, schedule_named
+from roundelay.schedules import LAYOUTS, PIPELINE, form_for, schedule_named
 
 ALIKE = (PLAIN, "zb-h1", "zb-v")
 """Rules that train as plain PyTorch does. GPipe's schedule takes the time of 1f1b, and holds more."""
@@ -58,7 +58,7 @@ def space(given: Choices, facts: ModelFacts, machine: Hardware, workers: int) ->
         workers: in all.
     """
     pinned = replace(given, workers=None)
-    every = [*_in_pipelines(pinned, facts, machine, workers), *_in_layouts(pinned, machine, workers)]
+    every = [*_in_pipelines(pinned, facts, machine, workers), *_in_layouts(pinned, facts, machine, workers)]
     return tuple(dict.fromkeys(point for point in every if point.over(pinned) == point))
 
 
@@ -75,7 +75,8 @@ def transports_of(given: Choices, machine: Hardware) -> tuple[str, ...]:
     """Those that may carry the messages between workers of this host."""
     if given.transport is not None:
         return (given.transport,)
-    on_cpu = (given.devices or default_devices(machine, "memory")) == CPU
+    named = (given.devices or default_devices(machine, "memory")).split(",")
+    on_cpu = all(one.strip() == CPU for one in named)
     return tuple(name for name, row in TRANSPORTS.items() if name == "memory" or (on_cpu and name == "shm"))
 
 
@@ -83,6 +84,8 @@ def _in_pipelines(given: Choices, facts: ModelFacts, machine: Hardware, workers:
     if given.layout not in (None, PIPELINE):
         return
     for sizes in sizes_of(given, workers):
+        if sizes.replicas > 1 and not _may_deal(given, facts):
+            continue
         for rule in _rules(given, sizes):
             if sizes.workers * max(1, schedule_named(rule_named(rule).schedule).stages_per_worker) > _pieces(facts):
                 continue
@@ -102,7 +105,7 @@ def _carried(
     recompute: str | Sequence[str],
 ) -> Iterator[Choices]:
     """The choices over each transport: a worker alone sends nothing."""
-    alone = sizes == Sizes(1, 1, 1)
+    alone = sizes == Sizes(1, 1, 1) and given.signatures is None
     for transport in transports_of(given, machine)[: 1 if alone else None]:
         yield replace(
             states.over(given),
@@ -113,6 +116,12 @@ def _carried(
             recompute=recompute,
             transport=transport,
         )
+
+
+def _may_deal(given: Choices, facts: ModelFacts) -> bool:
+    """Whether replicas train the same, as a batch's loss is the mean of its parts'; or were asked for."""
+    asked = given.names() & {"data_parallel", "zero", "hybrid", "layout"}
+    return bool(asked) or all(one.kind == "mean" for one in facts.divisible.values())
 
 
 def _pieces(facts: ModelFacts) -> int:
@@ -149,8 +158,8 @@ def _divisors(count: int) -> list[int]:
 
 
 def _rules(given: Choices, sizes: Sizes) -> Sequence[str]:
-    if given.rule is not None:
-        return (given.rule,)
+    if given.rule is not None:  # of one that reads older weights a stage alone is another
+        return (given.rule,) if sizes.workers > 1 or _flushes(given.rule) else ()
     return ALIKE if sizes.workers > 1 else ALIKE[:1]
 
 
@@ -177,24 +186,29 @@ def _micro_batches(given: Choices, rule: str, sizes: Sizes, facts: ModelFacts) -
     stages = sizes.workers
     if given.micro_batches is not None:
         return (given.micro_batches,)
-    if schedule_named(rule_named(rule).schedule).window != "batch":
+    if not _flushes(rule):
         return (None,)
     alike = all(one.kind == "mean" for one in facts.divisible.values())
     if not alike or not facts.divisible:
         return (1,)
     most = max(1, facts.graph.sample_rows // facts.graph.min_rows // sizes.replicas)
     powers = [1 << k for k in range((MOST_EACH * stages).bit_length())]
-    wanted = {1, *powers, *(stages * factor for factor in (1, 2, 4, MOST_EACH))} if stages > 1 else {1, 2, 4}
-    return sorted(number for number in wanted if number <= min(most, MOST_EACH * stages))
+    wanted = {1, *powers, *(stages * factor for factor in (1, 2, 4, MOST_EACH))} if stages > 1 else {1, 2, 4, 8, 16, 32}
+    return sorted(number for number in wanted if number <= min(most, MOST_EACH * max(4, stages)))
 
 
-def _in_layouts(given: Choices, machine: Hardware, workers: int) -> Iterator[Choices]:
-    """Forms of cyclic data parallelism: for 1f1b those that train the same, for a rule with two versions all."""
+def _flushes(rule: str) -> bool:
+    """Whether a rule reads no older weights, however many stages and micro-batches there are."""
+    row = rule_named(rule)
+    return schedule_named(row.schedule).window == "batch" and row.versions != "table"
+
+
+def _in_layouts(given: Choices, facts: ModelFacts, machine: Hardware, workers: int) -> Iterator[Choices]:
+    """Forms of cyclic data parallelism that the rule has, of several workers; one alone if it is asked for."""
     rule = given.rule or default_rule(given.layout or PIPELINE)
-    table = rule_named(rule).versions == "table"
-    if not table and rule != PLAIN:
-        return
-    layouts = [name for name in LAYOUTS if given.layout in (None, name) and (table or LAYOUTS[name].replicates)]
+    known = [name for name in LAYOUTS if given.layout in (None, name) and form_for(rule_named(rule), name) is not None]
+    asked = given.layout is not None or not _flushes(rule)
+    layouts = [n for n in known if asked or (LAYOUTS[n].replicates and workers > 1 and _may_deal(given, facts))]
     for layout in layouts:
         for transport in transports_of(given, machine)[: None if layout != "single" else 1]:
             size = None if LAYOUTS[layout].takes_turns or layout == "single" else workers

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from roundelay.errors import UsageError, did_you_mean, listed
 from roundelay.ir import sbp
 from roundelay.ir.given_signatures import GivenSignatures
+from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.plan_options import Choices
@@ -22,7 +23,17 @@ _MADE: dict[type, Callable[[str], Any]] = {
 }
 """How a choice of a kind is made of its text; a name is the text itself."""
 
-_SIZES = ("workers", "data_parallel", "tensor_parallel", "zero", "hybrid", "micro_batches", "recompute", "signatures")
+_SIZES = (
+    "workers",
+    "data_parallel",
+    "tensor_parallel",
+    "zero",
+    "hybrid",
+    "micro_batches",
+    "recompute",
+    "signatures",
+    "stages",
+)
 
 
 def why_not(task: Task, plan: Plan, asked: str) -> Tried:
@@ -45,7 +56,11 @@ def why_not(task: Task, plan: Plan, asked: str) -> Tried:
         pin = Choices(**{name: _converted(name, value.strip(), kinds[name])})
         free = replace(own, **dict.fromkeys((*_SIZES, "cuts", "devices", "threads", "backward", "predictor", "layout")))
         given = pin.over(replace(free, loss_scale=None, clip=own.clip))
-        return search(task, space(given, task.facts, task.machine, task.workers)).best[0]
+        points = space(given, task.facts, task.machine, task.workers)
+        if pin.memory_limit is not None:
+            task = replace(task, memory=parse_bytes(pin.memory_limit, "--why-not"))
+            points = space(replace(given, memory_limit=None), task.facts, task.machine, task.workers)
+        return search(task, [one for one in points if pin.workers in (None, one.workers)]).best[0]
     return _with_signature(task, plan, own, asked)
 
 

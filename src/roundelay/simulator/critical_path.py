@@ -18,12 +18,12 @@ COMPUTE, UPDATE, DATA, OTHER = "compute", "update", "data", "other instructions"
 MESSAGES, BOXING, SUMS, GATHERS, STATES, NORMS = "messages", "boxing", "gradient sums", "gathers", "states", "norms"
 SLOTS = "full slots"
 
-_OF_OPCODE = {
+OF_OPCODE = {
     **dict.fromkeys(("forward", "backward", "backward-weight"), COMPUTE),
     **dict.fromkeys(("read", "deal"), DATA),
     "update": UPDATE,
 }
-_OF_CHANNEL = {
+OF_CHANNEL = {
     **dict.fromkeys(("data", "forward", "gradient"), MESSAGES),
     **dict.fromkeys(("boxed", "boxed-gradient"), BOXING),
     **dict.fromkeys(("weight-gradient", "gradient-parts", "partial", "total"), SUMS),
@@ -100,12 +100,17 @@ class _Chain:
         own: Interval | None = self._last
         while own is not None:
             if own.end_s > own.start_s:
-                yield Piece(_OF_OPCODE.get(own.opcode, OTHER), own.worker, own.stage, own.start_s, own.end_s)
+                yield Piece(self._term(own), own.worker, own.stage, own.start_s, own.end_s)
             cause, term = self._cause(own)
             end_s = 0.0 if cause is None else cause.end_s
             if own.start_s - end_s > _SAME_S:
                 yield Piece(term, own.worker, own.stage, end_s, own.start_s)
             own = cause
+
+    def _term(self, own: Interval) -> str:
+        """What an instruction is spent on: one that begins an exchange, on that."""
+        given = [OF_CHANNEL[self._channels[channel].kind] for channel in own.gives if self._channels[channel].phases]
+        return given[0] if own.opcode == "box" and given else OF_OPCODE.get(own.opcode, OTHER)
 
     def _cause(self, own: Interval) -> tuple[Interval | None, str]:
         """What an instruction waited for, and what the time since then was spent on."""
@@ -113,7 +118,7 @@ class _Chain:
         if before is not None and before.end_s >= own.start_s - _SAME_S:
             return before, OTHER
         freed = [(one, SLOTS) for one in self._that_freed(own)]
-        sent = [(one, _OF_CHANNEL[self._channels[c].kind]) for c in own.takes for one in self._given[c, own.g]]
+        sent = [(one, OF_CHANNEL[self._channels[c].kind]) for c in own.takes for one in self._given[c, own.g]]
         possible = [(one, term) for one, term in (*sent, *freed) if one.end_s <= own.start_s + _SAME_S]
         if before is not None:
             possible.append((before, DATA))
