@@ -121,3 +121,13 @@ def test_another_signature_is_priced_on_the_plan_s_mesh(capsys: Screen, tmp_path
     assert found.code == 0, found.err
     whole, divided = (one["memory"][0]["weights"] for one in (found.json["why_not"], found.json))
     assert whole > divided
+
+
+def test_another_model_is_not_taken_for_the_plan_s(capsys: Screen, files: list[Path], tmp_path: Path) -> None:
+    text = files[0].read_text()
+    other = tmp_path / "other.toml"
+    line = next(line for line in text.splitlines() if line.startswith("model = "))
+    other.write_text(text.replace(line, f'model = "{"0" * 24}"'))
+    said = here(capsys, "explain", other, "--job", MLP, "--why-not", "zero=2")
+    assert said.code == 2
+    assert "another model than the plan's" in said.told

@@ -93,6 +93,9 @@ def test_what_was_found_before_ctrl_c_is_written(
     said = here(capsys, *TWO, "-o", tmp_path / "plan.toml")
     assert said.code == 130
     assert "the best plan so far" in said.told
+    told = [line for line in said.err.splitlines() if line.endswith("...")]  # in a log a line for each thing
+    assert len(told) == len(set(told)) > 3
+    assert sum(line.startswith("Searching") for line in told) == 1
     assert Plan.parse((tmp_path / "plan.toml").read_text()).num_workers <= 2
 
 
@@ -131,3 +134,20 @@ def test_what_is_given_may_need_what_is_searched(capsys: Screen, tmp_path: Path)
     found = here(capsys, *TWO, "--finals", 0, "--signatures", signatures, "--json").json
     assert found["chosen"]["choices"]["signatures"] == str(signatures)
     assert {one["choices"]["transport"] for one in found["top"]} == {"memory", "shm"}
+
+
+def test_averages_of_the_job_are_kept_by_a_search_that_is_ended(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShortRun, "batch_s", interrupted)
+    job = tmp_path / "averaged.py"
+    text = "import dataclasses, runpy\n\n\ndef job(seed):\n"
+    job.write_text(
+        text + f"    own = runpy.run_path({MLP!r})['job'](seed)\n    return dataclasses.replace(own, ema=0.9)\n"
+    )
+    said = here(capsys, "plan", job, *TWO[2:], "-o", tmp_path / "plan.toml")
+    assert said.code == 130, said.err
+    assert Plan.parse((tmp_path / "plan.toml").read_text()).ema == 0.9

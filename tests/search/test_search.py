@@ -66,6 +66,8 @@ def test_the_search_finds_what_brute_force_finds(models: list[ModelFacts], seed:
         assert one.batch_s == min(other.batch_s for other in every if family(other.choices) == name)
     assert set(found.families) == {family(one.choices) for one in every}
     assert found.simulated <= found.points == len(points)
+    assert found.bound_s <= min(one.batch_s for one in every if one.choices.layout is None)
+    assert found.gap == pytest.approx((found.best[0].batch_s - found.bound_s) / found.best[0].batch_s)
 
 
 @pytest.mark.parametrize("seed", range(20, 26))
@@ -163,3 +165,9 @@ def test_a_pair_of_products_is_divided_whole(models: list[ModelFacts]) -> None:
     whole = alone - 8 * 0.01  # eight products in the blocks; the vocabulary may be left whole
     assert two == pytest.approx(whole + 0.04, abs=0.011)
     assert four == pytest.approx(whole + 0.02, abs=0.011)
+
+
+def test_memory_is_no_limit_where_an_optimizer_does_not_tell_its_state(models: list[ModelFacts]) -> None:
+    facts = replace(models[0], state_bytes=None)
+    with pytest.raises(PlanError, match="--memory-limit: got an optimizer whose state is not known"):
+        search(Task(facts, Hardware(4, 4), 2, 1 << 40), space(Choices(), facts, Hardware(4, 4), 2))

@@ -41,7 +41,7 @@ def search_command(
     job = load_job(job_file, seed)
     output = paths.of(output)
     with stderr.status("Capturing the model ...") as status:
-        tell = (lambda words: None) if as_json else status.update
+        tell = (lambda words: None) if as_json else status.update if stderr.is_terminal else _Log()
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
         searching = SearchPlan(job, captured, choices, seed, tell)
         try:
@@ -63,6 +63,19 @@ def search_command(
         sys.stdout.write(text)
     else:
         stderr.print(f"Wrote {output}. Run it: roundelay train {job_file} --plan {output}")
+
+
+class _Log:
+    """Tells a log what is done now: a line for each thing, not for how far it is."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, words: str) -> None:
+        thing = words.removesuffix(" ...").partition(":")[0].partition(",")[0]
+        if thing not in self._told:
+            self._told.add(thing)
+            stderr.print(words, markup=False)
 
 
 def _write_best(best: Tried | None, output: Path | None) -> None:
@@ -112,7 +125,7 @@ def _json(searched: Searched, text: str) -> Mapping[str, Any]:
     return {
         "plan": text,
         "space": {"plans": found.points, "simulated": found.simulated, "refused": dict(found.refused)},
-        "gap": 0.0,
+        "gap": found.gap,
         "seconds": dict(searched.seconds),
         "chosen": _tried_json(searched.chosen),
         "top": [_tried_json(one) for one in found.best],

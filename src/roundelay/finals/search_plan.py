@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import final
 
 from roundelay.calibration.calibrate import calibrate
@@ -137,7 +138,9 @@ def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProf
 def _profile(transport: str, workers: int, threads: int, tell: Tell) -> MachineProfile:
     """What links and operators take here: as it was measured before, or now, and kept."""
     known = found_profile(transport, workers, threads)
-    if known is None:
+    if known is not None:
+        tell(f"A profile of {transport}, measured {known.age(datetime.now(UTC))} ago ...")
+    else:
         tell(f"Measuring {transport} between {workers} workers ...")
         known = calibrate(workers=workers, transport=transport, threads=threads, seconds=PROFILE_S)
         keep_profile(known)

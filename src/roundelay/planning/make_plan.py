@@ -19,6 +19,7 @@ from roundelay.job import Job
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import Asked, Candidate, Draft, candidate, drafted
 from roundelay.planner.choose_micro_batches import MicroBatchChoice, choose_micro_batches
+from roundelay.planner.costs import DIGITS
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
@@ -32,10 +33,6 @@ from roundelay.planning.torch_scope import in_child, on_threads, user_code
 from roundelay.runtime.device import check_devices_exist
 from roundelay.runtime.loading.loader_probe import reading_s
 from roundelay.runtime.loading.prefetch import ignore_wait
-
-DIGITS = 6
-"""Decimals of measured seconds in a plan: microseconds."""
-
 
 _IN_TURNS = "several would compute whole batches in turns"
 

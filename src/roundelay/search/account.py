@@ -55,12 +55,11 @@ class Account:
     path: tuple[Piece, ...]
 
 
-def account(plan: Plan, state_bytes: Sequence[int] | None = None) -> Account:
+def account(plan: Plan) -> Account:
     """Where a plan's time and memory go.
 
     Args:
         plan: a plan that can be executed.
-        state_bytes: of the optimizer's states of each stage, if they are known.
 
     Raises:
         PlanError: it cannot be executed.
@@ -77,7 +76,7 @@ def account(plan: Plan, state_bytes: Sequence[int] | None = None) -> Account:
         terms={name: seconds / BATCHES for name, seconds in terms(path).items()},
         stages=tuple([_of_stage(plan, k, path, busy[k]) for k in range(plan.num_stages)]),
         busy=tuple(worker.busy_s / (simulation.makespan_s or 1.0) for worker in simulation.workers),
-        memory=estimate_memory(plan, [0] * plan.num_stages if state_bytes is None else state_bytes),
+        memory=estimate_memory(plan, [0] * plan.num_stages),
         simulation=simulation,
         path=path,
     )

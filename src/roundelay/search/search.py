@@ -74,7 +74,7 @@ class Found:
         points: size of the space.
         simulated: how many of it were simulated; all others are bounded by what they compute.
         refused: why others are no plans of this model, by how many.
-        smallest: of those that hold too much the one that holds least.
+        bound_s: seconds of a batch that no plan of the space undercuts, wherever it is cut; layouts have no bound.
     """
 
     best: tuple[Tried, ...]
@@ -82,7 +82,13 @@ class Found:
     points: int
     simulated: int
     refused: Mapping[str, int] = field(hash=False)
-    smallest: Tried | None = None
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """By how much of its seconds the best could be undercut at most, by a plan that is cut elsewhere too."""
+        best_s = self.best[0].batch_s
+        return max(0.0, best_s - self.bound_s) / best_s if best_s else 0.0
 
 
 def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell = lambda *_: None) -> Found:
@@ -131,7 +137,8 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
     if not best:
         raise _nothing(task, refused, smallest)
     fastest = dict(sorted(families.items(), key=lambda pair: pair[1].batch_s))
-    return Found(tuple(best), fastest, len(points), count, dict(refused), smallest)
+    bound_s = min((least_s for least_s, _ in ordered if least_s), default=0.0)
+    return Found(tuple(best), fastest, len(points), count, dict(refused), bound_s)
 
 
 def tried(task: Task, choices: Choices) -> Tried:
