@@ -60,3 +60,9 @@ def test_terms_have_their_names() -> None:
     assert of_stage == {0: BATCHES * 3.0, 1: BATCHES * 3.0}
     found = terms(path_of(replicated(one, 2))[1])
     assert found == {SUMS: BATCHES * 2 * 33.0, MESSAGES: BATCHES * 3 * 5.0, COMPUTE: BATCHES * 2 * 3.0}
+
+
+def test_what_holders_compute_for_an_exchange_belongs_to_it() -> None:
+    two = replicated(plan_of("1f1b", 1, 1), 2)
+    known = tuple([replace(one, seconds=3.0, busy_s=2.0) for one in two.exchanges])
+    assert terms(path_of(replace(two, exchanges=known))[1]) == {SUMS: BATCHES * 5.0, COMPUTE: BATCHES * 3.0}
