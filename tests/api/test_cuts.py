@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
         n = len(captured.graph.ops) + 1
         heavy = len(made) % n
         seconds = tuple(1.0 if i == heavy else 1e-3 for i in range(n))
-        made.append(Profile(seconds, seconds, (0.0,) * n))
+        made.append(Profile(seconds, seconds, (0.0,) * n, (0.0,) * n))
         return made[-1]
 
     monkeypatch.setattr(profiling, "measure_operations", measure)

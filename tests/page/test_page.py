@@ -16,7 +16,8 @@ from roundelay.page.trace_window import read_window, window_length
 from tests.page.runs import EVIL, append, begun, edit, finished, planned, simulated, spans_of
 
 VOID = {"meta", "link", "br", "img"}
-HEADINGS = ["Loss", "Metrics", "Evaluations", "Throughput", "Where the time went", "Schedule", "Memory"]
+TERMS = "Predicted and measured"
+HEADINGS = ["Loss", "Metrics", "Evaluations", "Throughput", "Where the time went", TERMS, "Schedule", "Memory"]
 
 
 class Read(HTMLParser):
@@ -60,7 +61,16 @@ def test_a_finished_run_has_every_section_and_figure(tmp_path: Path) -> None:
     text = run_page(finished(tmp_path).path)
     read = Read(text)
     assert read.heads == HEADINGS
-    figures = {"loss": 2, "metrics": 2, "evaluations": 2, "throughput": 1, "shares": 1, "schedule": 2, "memory": 1}
+    figures = {
+        "loss": 2,
+        "metrics": 2,
+        "evaluations": 2,
+        "throughput": 1,
+        "shares": 1,
+        "terms": 1,
+        "schedule": 2,
+        "memory": 1,
+    }
     assert read.tags.count("svg") == 3 * sum(figures.values())  # three widths of each
     words = " ".join(read.words)
     for said in ("finished", "pipedream", "3 → 0.6122", "123", "1.50 ×", "10.5 s", "worker 2", "private"):
@@ -88,7 +98,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
     read = Read(run_page(begun(tmp_path, 12).path))
     words = " ".join(read.words)
-    assert read.heads == [head for head in HEADINGS if head != "Evaluations"]
+    assert read.heads == [head for head in HEADINGS if head not in ("Evaluations", TERMS)]
     assert "not finished" in words
     assert "roundelay simulate plan.toml --trace" in words
     assert words.count("a run that has failed, or is still running, has none") == 2
@@ -127,6 +137,16 @@ def test_numbers_that_are_missing_or_null_are_gaps(tmp_path: Path) -> None:
     folder = begun(tmp_path, 3)
     append(folder.metrics, '{"update": 3, "loss": null}\n{"update": 4, "loss": 1.0, "metrics": {"right": null}}\n')
     Read(run_page(folder.path))
+
+
+def test_terms_stand_beside_each_other_and_add_up(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    text = run_page(folder.path)
+    for cells in (["compute", "500 ms", "625 ms", "+125 ms"], ["messages", "0 ms", "125 ms", "+125 ms"]):
+        assert "".join(f"<td>{cell}</td>" for cell in cells[1:]) in text, cells
+    assert "<td>750 ms</td><td>750 ms</td><td>+0 ms</td>" in text
+    edit(folder.summary, terms={"predicted": 1})
+    assert TERMS not in run_page(folder.path)
 
 
 def test_a_summary_of_another_time_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -262,3 +262,22 @@ def test_what_is_kept_of_a_model_changes_no_plan() -> None:
             if other in ({}, {"zero": 1}):
                 assert ("weight" in {one.kind for one in made.plan.exchanges}) == (other == {"zero": 1})
     assert 0 < len(kept.memo) < len(sizes) * len(others) * 4
+
+
+def test_adding_up_gradients_takes_its_share_of_every_micro_batch_but_the_first() -> None:
+    facts = facts_of(Perceptron, "fp32")
+    assert all(sum(one.profile.add_s) > 0 for one in facts.measured)
+
+    def with_sums(seconds: float) -> ModelFacts:
+        rows = [replace(o, profile=replace(o.profile, add_s=(seconds,) * len(o.profile.add_s))) for o in facts.measured]
+        return replace(facts, measured=tuple(rows))
+
+    def backward_s(facts: ModelFacts, micro_batches: int, rule: str, workers: int) -> float:
+        choices = Choices(rule=rule, micro_batches=micro_batches, workers=workers)
+        return sum(s.backward_s + s.weights_s for s in priced(facts, choices, Hardware(2, 2)).plan.stages)
+
+    count = len(facts.graph.ops) + 1
+    for rule, workers in (("1f1b", 1), ("zb-h1", 2)):
+        for number in (1, 2, 4):
+            own = [backward_s(with_sums(seconds), number, rule, workers) for seconds in (0.0, 0.25)]
+            assert own[1] - own[0] == pytest.approx(0.25 * count * (number - 1) / number, rel=1e-3), (rule, number)

@@ -245,6 +245,11 @@ def _show_utilization(summary: dict[str, Any]) -> None:
     stdout.print(
         table(f"Time{stretch}: bubble is what the schedule asks for, wait is what messages take", columns, rows)
     )
+    names = dict.fromkeys(name for terms in summary["terms"].values() for name in terms)
+    rows = [[name, *(f"{own.get(name, 0.0) * 1e3:.4g}" for own in summary["terms"].values())] for name in names]
+    if rows:
+        stdout.print()
+        stdout.print(table("Milliseconds of a batch along the critical path", ["", *summary["terms"]], rows))
     shared = any(row["process_shared"] for row in summary["memory"])
     rows = [[f"worker {k}", *_memory(row)] for k, row in enumerate(summary["memory"])]
     note = "; the workers are threads of one process, so the measured values are those of all" if shared else ""

@@ -156,8 +156,15 @@ class Profile:
         forward_s: seconds of a forward on one micro-batch.
         backward_s: seconds of a backward on one micro-batch, without recomputing its forward.
         update_s: seconds of one update of the parameters that this operation is the first to use.
+        add_s: seconds of adding a micro-batch's gradients of these parameters to those before; empty: not known.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     update_s: tuple[float, ...]
+    add_s: tuple[float, ...] = ()
+
+    def added_s(self, micro_batches: int) -> tuple[float, ...]:
+        """Seconds of adding up gradients for each micro-batch of a batch, whose first one has nothing to add to."""
+        known = self.add_s or (0.0,) * len(self.forward_s)
+        return tuple([seconds * (micro_batches - 1) / micro_batches for seconds in known])

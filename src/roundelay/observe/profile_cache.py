@@ -34,11 +34,12 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, lt=1e9)]
 class _Entry(msgspec.Struct):
     """A file of the cache."""
 
-    format: Literal[1]
+    format: Literal[2]
     key: dict[str, Any]
     forward_s: tuple[_Seconds, ...]
     backward_s: tuple[_Seconds, ...]
     update_s: tuple[_Seconds, ...]
+    add_s: tuple[_Seconds, ...]
 
 
 def machine() -> dict[str, Any]:
@@ -74,7 +75,7 @@ def kept(path: Path, key: Key, length: int) -> Profile | None:
         entry = msgspec.json.decode(path.read_bytes(), type=_Entry)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
-    parts = entry.forward_s, entry.backward_s, entry.update_s
+    parts = entry.forward_s, entry.backward_s, entry.update_s, entry.add_s
     if entry.key != dict(key) or any(len(part) != length for part in parts):
         return None
     return Profile(*parts)
@@ -85,7 +86,7 @@ def keep(path: Path, key: Key, profile: Profile) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path) as file:
-            file.write(strict_json({"format": 1, "key": dict(key), **asdict(profile)}))
+            file.write(strict_json({"format": 2, "key": dict(key), **asdict(profile)}))
     except (OSError, RunError):
         return False
     return True

@@ -14,6 +14,7 @@ from roundelay.page.bars import BarPart, Group, bars
 from roundelay.page.comparison_page import line_styles
 from roundelay.page.run_page import window_between
 from roundelay.page.scale import seconds, size
+from roundelay.page.terms_chart import colours_of, terms_chart
 from roundelay.page.timeline import Mark, Window
 from roundelay.simulator import Simulation
 from roundelay.simulator.critical_path import Piece
@@ -49,8 +50,7 @@ def explain_page(name: str, found: Found, plan: Plan, simulation: Simulation, pa
         path: its critical path.
     """
     other = found.get("diff") or found.get("why_not")
-    terms = list({**found["terms"], **(other["terms"] if other else {})})
-    colours = {term: f"line{i}" for i, term in enumerate(terms)}
+    colours = colours_of({"plan": found["terms"], "other": other["terms"] if other else {}})
     title = f"{name}: {found['rule']} on {found['arrangement']}"
     body = [
         _heading(title, found),
@@ -61,7 +61,7 @@ def explain_page(name: str, found: Found, plan: Plan, simulation: Simulation, pa
         _alternatives(found.get("alternatives", ())),
         _embedded(found),
     ]
-    return s.document(title, body, "explain", _CSS + line_styles(range(len(terms))))
+    return s.document(title, body, "explain", _CSS + line_styles(range(len(colours))))
 
 
 def _embedded(found: Found) -> str:
@@ -133,27 +133,12 @@ def _skips(stage: int, edges: Sequence[Found]) -> Iterator[tuple[str, str]]:
 
 def _costs(found: Found, other: Found | None, colours: Mapping[str, str]) -> str:
     plans = {"plan": found} | ({"other": other} if other else {})
-    groups = [
-        Group(name, [[BarPart(term, colours[term], value) for term, value in one["terms"].items()]])
-        for name, one in plans.items()
-    ]
-    most = max(one["batch_s"] for one in plans.values())
-    svg = s.for_screens(lambda width: bars(groups, width, most, seconds, "seconds of a batch by term"), s.WIDE)
     text = s.note(
         "Of a batch, along the critical path: the terms add up to it. What lies beside the path costs nothing."
         + (f" The other plan is {other['name']}: {other['rule']} on {other['arrangement']}." if other else "")
     )
-    rows = [[term, *(seconds(one["terms"].get(term, 0.0)) for one in plans.values())] for term in colours]
-    rows.append(["a batch", *(seconds(one["batch_s"]) for one in plans.values())])
-    if other:
-        more = [other["more"][term] for term in colours] + [other["more_s"]]
-        rows = [[*row, _signed(value)] for row, value in zip(rows, more, strict=True)]
-    head = ["", *plans, *(["more"] if other else [])]
-    return s.section("Costs", text + s.legend(colours.items()) + svg + s.text_table([head, *rows]))
-
-
-def _signed(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{seconds(abs(value))}"
+    chart = terms_chart({name: one["terms"] for name, one in plans.items()}, colours, "more" if other else "")
+    return s.section("Costs", text + chart)
 
 
 def _last_batches(plan: Plan, simulation: Simulation, path: Sequence[Piece], colours: Mapping[str, str]) -> Window:

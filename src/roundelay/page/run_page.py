@@ -16,6 +16,7 @@ from roundelay.observe.time_shares import gaps_of
 from roundelay.page import sections as s
 from roundelay.page.read_run import Run, numbers, read_run
 from roundelay.page.scale import seconds, short
+from roundelay.page.terms_chart import predicted_and_measured
 from roundelay.page.timeline import Window
 from roundelay.page.trace_window import window_length
 from roundelay.simulator import Simulation, simulate
@@ -30,6 +31,7 @@ def run_page(path: Path) -> str:
     """
     run = read_run(path)
     title = f"{run.name}: {run.plan.rule} on {run.plan.arrangement}"
+    terms, css = predicted_and_measured(run)
     body = [
         _heading(run),
         s.loss(run),
@@ -37,11 +39,12 @@ def run_page(path: Path) -> str:
         s.evaluations(run),
         s.throughput(run),
         s.shares(run),
+        terms,
         s.schedule(run, predicted_window(run.plan)),
         s.memory(run),
         f"<section><details><summary>Plan</summary><pre>{escape(run.plan_text)}</pre></details></section>\n",
     ]
-    return s.document(title, body, "report")
+    return s.document(title, body, "report", css)
 
 
 def predicted_window(plan: Plan) -> Window:

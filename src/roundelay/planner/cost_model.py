@@ -135,8 +135,8 @@ def stage_costs(graph: Graph, profile: Profile, parameters: CostParameters) -> S
     """
     parts = sample_micro_batches(graph, parameters.micro_batches)
     again = {i for part in parameters.again for i in part}
-    rows = zip(profile.forward_s, profile.backward_s, profile.update_s, strict=True)
-    work = accumulate((f * (1 + (i in again)) + b + u / parts for i, (f, b, u) in enumerate(rows)), initial=0.0)
+    rows = zip(profile.forward_s, profile.backward_s, profile.update_s, profile.added_s(parts), strict=True)
+    work = accumulate((f * (1 + (i in again)) + b + u / parts + a for i, (f, b, u, a) in enumerate(rows)), initial=0.0)
     boundaries = boundaries_of(graph)
     across = _across(graph, boundaries[1:-1], parameters.micro_batches)
     return StageCosts(boundaries, tuple(work), parameters, parts, across)

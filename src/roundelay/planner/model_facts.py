@@ -161,7 +161,7 @@ def _missing(what: str, got: str) -> PlanError:
 
 
 def _columns(profile: Profile) -> tuple[Sequence[float], ...]:
-    return profile.forward_s, profile.backward_s, profile.update_s
+    return profile.forward_s, profile.backward_s, profile.update_s, profile.add_s
 
 
 def _between(first: float, last: float, share: float) -> float:

@@ -113,6 +113,7 @@ class _Seconds:
     ) -> None:
         self._plan, self._laid, self._halved = plan, laid, reading.schedule.halved
         self._profile, _ = facts.profile(plan)
+        self._sums = self._profile.added_s(plan.micro_batches)
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
         self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
@@ -129,13 +130,14 @@ class _Seconds:
         again = self._again if self._plan.backward != "recompute" else ()
         repeated = sum(profile.forward_s[i] * share for i, share in own if i in again)
         weights = backward / 2 if self._halved else 0.0  # two products alike: of inputs, and of weights
+        sums = sum(self._sums[i] * share for i, share in own)
         beside = self._segment_s * (len(stage.segments) - 1)
         first, last = own[0][0], own[-1][0] + 1
         return replace(
             stage,
             forward_s=round(forward + beside, DIGITS),
-            backward_s=round(backward - weights + repeated + beside, DIGITS),
-            weights_s=round(weights, DIGITS),
+            backward_s=round(backward - weights + repeated + beside + (0.0 if self._halved else sums), DIGITS),
+            weights_s=round(weights + (sums if self._halved else 0.0), DIGITS),
             update_s=round(sum(_update_s(profile, i) * share for i, share in own), DIGITS),
             parameter_bytes=sum(laid.parameters[n].num_bytes for n in spec.parameters),
             tape_bytes=self._kept_between(first, last),

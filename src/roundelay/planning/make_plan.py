@@ -154,12 +154,13 @@ def _reading_s(source: Examined, captured: Captured, draft: Plan) -> float:
 
 
 def _stages(graph: Graph, draft: Plan, stages: Partition, measured: Sequence[StageProfile]) -> tuple[StagePlan, ...]:
+    often = (draft.micro_batches - 1) / draft.micro_batches  # the first has no sums to add its gradients to
     return tuple(
         replace(
             stage,
             forward_s=round(part.forward_s, DIGITS),
-            backward_s=round(part.backward_s, DIGITS),
-            weights_s=round(part.weights_s, DIGITS),
+            backward_s=round(part.backward_s + (0.0 if part.weights_s else often * part.add_s), DIGITS),
+            weights_s=round(part.weights_s + (often * part.add_s if part.weights_s else 0.0), DIGITS),
             update_s=round(part.update_s, DIGITS),
             parameter_bytes=sum(graph.parameters[n].num_bytes for n in spec.parameters),
             tape_bytes=part.tape_bytes,

@@ -38,11 +38,11 @@ def measure_operations(captured: Captured, micro_batch: Batch, repeats: int = 5)
         micro_batch: of the size that will be trained on.
         repeats: runs measured after a warm-up run, at most; :data:`BUDGET_S` may end them earlier.
     """
-    began = time.perf_counter()
-    _run(captured, micro_batch)
-    runs = [_run(captured, micro_batch)]
+    began, sums = time.perf_counter(), dict[str, torch.Tensor]()
+    _run(captured, micro_batch, sums)
+    runs = [_run(captured, micro_batch, sums)]
     while len(runs) < repeats and time.perf_counter() - began < BUDGET_S:
-        runs.append(_run(captured, micro_batch))
+        runs.append(_run(captured, micro_batch, sums))
     return Profile(*(tuple(map(min, zip(*part, strict=True))) for part in zip(*runs, strict=True)))
 
 
@@ -51,8 +51,8 @@ def operation_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each operation's forward, backward and update; the loss is the last one."""
+def _run(captured: Captured, micro_batch: Batch, sums: dict[str, torch.Tensor]) -> tuple[list[float], ...]:
+    """Seconds of each operation's forward, backward, update and adding to the sums; the loss is the last one."""
     forward = [0.0] * (len(captured.graph.ops) + 1)
     now = operation_clock()
     owners: dict[Any, int] = {}  # also keeps the nodes alive: autograd creates a new Python object for a dropped one
@@ -65,7 +65,9 @@ def _run(captured: Captured, micro_batch: Batch) -> tuple[list[float], list[floa
         return output
 
     loss = captured.walk(micro_batch, each)
-    return forward, _backward(captured, loss, owners), list(_updates(captured))
+    gradients: dict[str, torch.Tensor] = {}
+    backward = _backward(captured, loss, owners, gradients)
+    return forward, backward, list(_updates(captured)), list(_additions(captured, gradients, sums))
 
 
 def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
@@ -75,7 +77,9 @@ def _assign_nodes(output: Any, i: int, owners: dict[Any, int]) -> None:
         owners[node] = i
 
 
-def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) -> list[float]:
+def _backward(
+    captured: Captured, loss: torch.Tensor, owners: dict[Any, int], gradients: dict[str, torch.Tensor]
+) -> list[float]:
     seconds = [0.0] * (len(captured.graph.ops) + 1)
     entered: list[tuple[float, int]] = []
     now = operation_clock()
@@ -85,8 +89,9 @@ def _backward(captured: Captured, loss: torch.Tensor, owners: dict[Any, int]) ->
 
     for node, i in owners.items():
         node.register_prehook(partial(enter, i))
-    leaves = [p for p in captured.parameters().values() if p.requires_grad]
-    torch.autograd.grad(loss, leaves, allow_unused=True)
+    trained = {name: p for name, p in captured.parameters().items() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients |= {name: one for name, one in zip(trained, found, strict=True) if one is not None}  # type: ignore[redundant-expr]
     for (start, i), (end, _) in pairwise((*entered, (now(), -1))):
         seconds[i] += end - start
     return seconds
@@ -97,4 +102,18 @@ def _updates(captured: Captured) -> Iterator[float]:
     parameters = captured.parameters()
     for op in captured.graph.ops:
         yield time_update([parameters.pop(name) for name in op.parameters if name in parameters], operation_clock())
+    yield 0.0
+
+
+def _additions(
+    captured: Captured, gradients: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]
+) -> Iterator[float]:
+    """Seconds of adding the gradients of the same parameters to their sums."""
+    now = operation_clock()
+    for op in captured.graph.ops:
+        own = [(name, gradients.pop(name)) for name in op.parameters if name in gradients]
+        start = now()
+        for name, gradient in own:
+            sums[name] = sums[name].add_(gradient) if name in sums else gradient.clone()
+        yield now() - start
     yield 0.0

@@ -34,11 +34,11 @@ def measure_pieces(captured: Captured, micro_batch: Any, device: torch.device) -
     return Profile(*map(tuple, zip(*rows, strict=True)))
 
 
-def _divided(graph: Graph, piece: StageProfile, start: int, stop: int) -> Iterator[tuple[float, float, float]]:
-    """Seconds of each operation's forward, backward and update; the loss is beyond the last operation."""
+def _divided(graph: Graph, piece: StageProfile, start: int, stop: int) -> Iterator[tuple[float, ...]]:
+    """Seconds of each operation's forward, backward, update and sums; the loss is beyond the last operation."""
     weights = [forward_seconds(graph, op) for op in graph.ops[start:stop]]
     weights += [CALL_S] * (stop > len(graph.ops))
     total = sum(weights)
     for weight in weights:
         share = weight / total
-        yield piece.forward_s * share, piece.backward_s * share, piece.update_s * share
+        yield tuple([one * share for one in (piece.forward_s, piece.backward_s, piece.update_s, piece.add_s)])

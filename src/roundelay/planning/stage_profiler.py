@@ -35,6 +35,7 @@ class StageProfile:
             forward that the mode ``recompute`` repeats not included.
         weights_s: median seconds of the backward's second half; 0 if it is not split.
         update_s: seconds of reading and writing its weights three times, a stand-in for the optimizer.
+        add_s: seconds of adding the gradients of its weights to those of micro-batches before.
         tape_bytes: bytes that one forward keeps for its backward, parameters not counted.
         owed_bytes: bytes that the first half of a backward leaves for the second.
         spared_bytes: for each recomputed segment the bytes it would keep in addition to its inputs and outputs.
@@ -45,6 +46,7 @@ class StageProfile:
     backward_s: float
     weights_s: float
     update_s: float
+    add_s: float
     tape_bytes: int
     owed_bytes: int
     spared_bytes: tuple[int, ...] = ()
@@ -95,6 +97,7 @@ def profile(
                 forward_s=forward_s,
                 backward_s=max(1e-9, backward_s - (forward_s if mode == "recompute" else 0.0)),
                 weights_s=statistics.median(run[k].weights_s for run in runs),
+                add_s=min(run[k].add_s for run in runs),
                 update_s=time_update(function.parameters.values(), function.now_s),
             )
         )
@@ -185,8 +188,10 @@ def _once(
             tape.debt.clear()
         trained = (n for n in stage.parameters if captured.graph.parameters[n].trainable)
         unused = tuple([n for n in trained if n not in of_parameters])
-        held = sum(tape.num_bytes for tape in tapes)
-        profiles.append(StageProfile(forward_s, backward_s, weights_s, 0.0, held, owed_bytes, spared_bytes, unused))
+        held, add_s = sum(tape.num_bytes for tape in tapes), _add_s(stage, of_parameters)
+        profiles.append(
+            StageProfile(forward_s, backward_s, weights_s, 0.0, add_s, held, owed_bytes, spared_bytes, unused)
+        )
     return profiles[::-1]
 
 
@@ -224,6 +229,15 @@ def _backward(
         grads.update(of_inputs)
         of_parameters.update(own)
     return seconds, of_parameters
+
+
+def _add_s(stage: _StageOnDevice, gradients: Tensors) -> float:
+    """Seconds of adding gradients to sums."""
+    sums = [gradient.clone() for gradient in gradients.values()]
+    start = stage.now_s()
+    for own, gradient in zip(sums, gradients.values(), strict=True):
+        own.add_(gradient)
+    return stage.now_s() - start
 
 
 def time_update(parameters: Iterable[torch.Tensor], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -66,7 +66,7 @@ def account(plan: Plan) -> Account:
     """
     programs = emit(read(plan))
     simulation = simulate(plan, programs, stream([plan.micro_batches] * BATCHES))
-    path = critical_path(simulation, programs)
+    path = critical_path(simulation.spans(), programs)
     busy: dict[int, dict[int, float]] = {k: {} for k in range(plan.num_stages)}
     for one in simulation.intervals:
         if OF_OPCODE.get(one.opcode) == COMPUTE:

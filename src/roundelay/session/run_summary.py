@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from roundelay.errors import counted
+from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.lower.channels import channels_of
 from roundelay.lower.priced_bytes import priced_bytes
@@ -20,6 +21,8 @@ from roundelay.observe.trace import Gap, Span, write_trace
 from roundelay.planning.memory_report import memory_report, optimizer_bytes
 from roundelay.session.run_record import Trained
 from roundelay.session.training import Session
+from roundelay.simulator import simulate
+from roundelay.simulator.critical_path import LEAST, batch_terms
 
 UNCHECKED = "not checked"
 """What a comparison with plain PyTorch that could not be made says of itself."""
@@ -48,7 +51,7 @@ def write_results(
     """
     spans = spans_of(trained)
     gaps = gaps_between(spans, trained.plan)
-    told = {"check": checked, "notices": list(notices)}
+    told = {"check": checked, "notices": list(notices), "terms": terms_of(session, trained.plan, spans, gaps)}
     summary = _summary(trained, baselines, folder) | utilization(session, trained, spans, gaps) | told
     folder.write_summary(summary)  # before the trace, which is larger and may not fit on the disk
     loads = [load for _, loads in sorted(trained.loads.items()) for load in loads]
@@ -88,6 +91,17 @@ def spans_of(trained: Trained) -> list[Span]:
         for k, events in sorted(trained.events.items())
         for event in events
     ]
+
+
+def terms_of(session: Session, plan: Plan, spans: Sequence[Span], gaps: Sequence[Gap]) -> dict[str, dict[str, float]]:
+    """Seconds of a batch by terms of the critical path, as predicted and measured; nothing where clocks differ."""
+    if not spans or any(gap.kind == "idle" for gap in gaps):
+        return {}
+    simulation = simulate(plan, session.programs, stream([plan.micro_batches] * LEAST))
+    return {
+        "predicted": batch_terms(simulation.spans(), session.programs),
+        "measured": batch_terms(spans, session.programs, real=True),
+    }
 
 
 def gaps_between(spans: Sequence[Span], plan: Plan) -> list[Gap]:
