@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +30,7 @@ import roundelay
 from benchmarks.common import machine, table
 from roundelay import Job
 from roundelay.calibration.calibrate import calibrate
+from roundelay.env import better_malloc
 from roundelay.errors import RoundelayError
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.graph import Graph
@@ -166,6 +169,8 @@ def judged(rows: Sequence[dict[str, Any]], column: str) -> tuple[float, float]:
 
 def main() -> None:
     """Run, and print a table for each job."""
+    if (environment := better_malloc()) is not None:  # as the command itself does
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
