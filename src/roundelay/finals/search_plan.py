@@ -31,6 +31,7 @@ from roundelay.planning.planning import plan_with_reasons
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.search.baselines import baselines
 from roundelay.search.search import Found, Task, Tried, search, tried
+from roundelay.search.shifted_cuts import with_shifted_cuts
 from roundelay.search.space import ALONE, counts_of, space, transports_of
 
 ROUNDS = 2
@@ -184,7 +185,7 @@ class SearchPlan:
             task = task_of(examined, self._given, profiles)
         with self._phase("search", "Searching ..."):
             points = space(self._pins, task.facts, task.machine, task.workers)
-            found = search(task, points, tell=self._progress)
+            found = with_shifted_cuts(task, search(task, points, tell=self._progress), self._progress)
             families = baselines(self._pins, task.machine, task.workers)
             known = {name: _maybe(task, one) for name, one in families.items()}
         with self._phase("finals", "Running the best ..."):
