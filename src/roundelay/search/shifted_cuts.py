@@ -16,11 +16,14 @@ from roundelay.planner.plan_options import Choices
 from roundelay.search.search import KEPT, Found, Task, Tell, Tried, tried
 from roundelay.search.space import family
 
-SHIFTED = 6
+SHIFTED = 4
 """How many of the best pipelines are cut elsewhere."""
 
-MOST = 120
+MOST = 48
 """Plans that are simulated for each of them, at most."""
+
+NEAR = 1.15
+"""Times as long as the best's batch a batch may take: moved cuts would not make up for more."""
 
 LESS = 1 - 1e-3
 """Of a batch's seconds, that are worth another cut."""
@@ -34,7 +37,8 @@ def with_shifted_cuts(task: Task, found: Found, tell: Tell = lambda *_: None) ->
         found: by it.
         tell: called before each plan.
     """
-    pipelines = [one for one in (*found.best, *found.families.values()) if _cuts(one)]
+    near_s = NEAR * found.best[0].batch_s
+    pipelines = [one for one in (*found.best, *found.families.values()) if one.batch_s < near_s and _cuts(one)]
     better = {}
     for one in pipelines[:SHIFTED]:
         tell(found.simulated, found.points, one)
