@@ -79,19 +79,19 @@ class GPT(nn.Module):
 
 def gpt() -> Job:
     """Bound by computation: 3.3 million parameters, 16 x 64 tokens."""
-    return _job(GPT(4, 256), lambda chance: torch.randint(256, (16, 64), generator=chance), 256)
+    return job_of(GPT(4, 256), lambda chance: torch.randint(256, (16, 64), generator=chance), 256)
 
 
 def mlp() -> Job:
     """Bound by communication: 12.6 million parameters, 32 rows."""
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(12)]
-    return _job(nn.Sequential(*layers), lambda chance: torch.randn(32, 1024, generator=chance), 1024)
+    return job_of(nn.Sequential(*layers), lambda chance: torch.randn(32, 1024, generator=chance), 1024)
 
 
 JOBS = {"gpt": gpt, "mlp": mlp}
 
 
-def _job(model: nn.Module, inputs: Any, classes: int) -> Job:
+def job_of(model: nn.Module, inputs: Any, classes: int) -> Job:
     chance = torch.Generator().manual_seed(1)
     data = []
     for _ in range(4):
