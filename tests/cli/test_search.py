@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from roundelay.finals import search_plan
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.plan import Plan
 from roundelay.planner.machine_profile import MachineProfile
+from roundelay.planner.plan_options import Choices
+from roundelay.search.search import Found, Task, tried
 from tests.cli.harness import MLP, here
 from tests.planner.profiles import calibrated
 
@@ -151,3 +154,25 @@ def test_averages_of_the_job_are_kept_by_a_search_that_is_ended(
     said = here(capsys, "plan", job, *TWO[2:], "-o", tmp_path / "plan.toml")
     assert said.code == 130, said.err
     assert Plan.parse((tmp_path / "plan.toml").read_text()).ema == 0.9
+
+
+def test_the_plan_is_cut_where_the_one_that_was_chosen_is(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it would be cut anew."""
+    own = Choices(workers=2, rule="1f1b", micro_batches=1, threads=1, transport="memory")
+
+    def unevenly(task: Task, *_: Any, **__: Any) -> Found:
+        first, last = task.facts.graph.cuts[0], len(task.facts.graph.ops) - 1
+        cuts = [[task.facts.graph.ops[i].name] for i in (first, last)]
+        chosen = tried(task, replace(own, cuts=cuts))
+        return Found((replace(chosen, choices=own),), {}, 1, 1, {}, 0.0)
+
+    monkeypatch.setattr(search_plan, "search", unevenly)
+    said = here(capsys, *TWO, "--finals", 0, "-o", tmp_path / "uneven.toml")
+    assert said.code == 0, said.err
+    assert here(capsys, "plan", MLP, "--workers", 2, "--cuts", "equal", "-o", tmp_path / "equal.toml").code == 0
+    uneven, equal = (Plan.parse((tmp_path / name).read_text()).stages for name in ("uneven.toml", "equal.toml"))
+    assert uneven[0].segments != equal[0].segments
+    assert len(uneven[0].segments) == 1
+    assert uneven[0].parameter_bytes < equal[0].parameter_bytes

@@ -150,6 +150,20 @@ def test_stages_that_do_not_wait_for_each_other_are_bounded_too(models: list[Mod
     assert bounds.least_s(replace(own, rule="pipedream-2bw", micro_batches=None)) == 0.0
 
 
+def test_choices_without_a_bound_widen_no_gap(models: list[ModelFacts]) -> None:
+    facts, machine, _ = drawn(models, 2)
+    own = Choices(workers=2, rule="1f1b", micro_batches=4, threads=4)
+    without = [
+        replace(own, rule="pipedream-2bw", micro_batches=None),
+        Choices(data_parallel=2, rule="1f1b", layout="dp", threads=4),
+    ]
+    assert [Bounds(facts, machine).least_s(one) for one in without] == [0.0, 0.0]
+    alone, beside = (search(Task(facts, machine, 2), points) for points in ([own], [own, *without]))
+    assert beside.simulated == 3
+    assert beside.bound_s == alone.bound_s > 0.0
+    assert beside.gap < 1.0
+
+
 def test_a_pair_of_products_is_divided_whole(models: list[ModelFacts]) -> None:
     """Columns of the first, rows of the second: neither is computed by every worker."""
     facts = models[1]
