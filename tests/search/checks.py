@@ -67,7 +67,7 @@ def _tried(task: Task, choices: Choices) -> Tried | None:
 
 
 def signatures_are_the_best(seed: int, most: int = 40_000) -> Found | None:
-    """A random graph on a mesh: brute force and an integer program find as many seconds; None if it has too many choices."""
+    """A random graph on a mesh: brute force and an integer program find as many seconds; None if it is too large."""
     mesh = MESHES[seed % 3]
     drawn = Drawn(seed, 2 + seed % (5 if len(mesh) == 1 else 2))
     facts, profile, links = drawn.facts(), drawn.profile(), dict.fromkeys(mesh, Link(0.0, 1.0))

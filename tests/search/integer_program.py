@@ -1,7 +1,7 @@
 """Sums of tables as an integer program, which HiGHS solves (Huangfu and Hall, 2018), to compare the search with.
 
-A binary for each variable's value and variant, and a share for each pair of values of two variables that have a table: a
-value is taken as often as it stands in pairs, on both sides.
+A binary for each variable's value and variant, and a share for each pair of values of two variables that have a table:
+a value is taken as often as it stands in pairs, on both sides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search against experts, brute force and an integer program: 200 random models and clusters, 200 random graphs, and
+"""The search against experts, brute force and an integer program: 200 random models and clusters, 200 graphs, and
 GPTs of 2 and 12 layers on 2 x 4 workers. Ends with 1 if a check fails, and names it.
 
 Run as ``python -m tests.search.long``; hours of one core. ``tests/search/test_checks.py`` has a sample of it.

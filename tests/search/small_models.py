@@ -99,13 +99,11 @@ class DrawnModel:
 
     def _saved(self, graph: Graph) -> SavedStorages:
         """Each operation keeps what it reads."""
-        names = [*(WEIGHT + name for name in graph.parameters), X, Y, *(op.name for op in graph.ops)]
-        sizes = [own.num_bytes for own in graph.parameters.values()] + [
-            graph.values[n].num_bytes for n in names[-len(graph.ops) - 2 :]
-        ]
-        places = {name: i for i, name in enumerate(names)}
+        sizes = {WEIGHT + name: own.num_bytes for name, own in graph.parameters.items()}
+        sizes |= {name: graph.values[name].num_bytes for name in (X, Y, *(op.name for op in graph.ops))}
+        places = {name: i for i, name in enumerate(sizes)}
         reads = [*(op.reads for op in graph.ops), (graph.ops[-1].name, Y)]
-        return SavedStorages(tuple(sizes), tuple([tuple(places[n] for n in own) for own in reads]), places, {})
+        return SavedStorages(tuple(sizes.values()), tuple([tuple(places[n] for n in own) for own in reads]), places, {})
 
 
 def drawn_hardware(chance: random.Random) -> Hardware:
