@@ -134,6 +134,19 @@ def test_memory_is_a_limit(models: list[ModelFacts]) -> None:
     assert refused.value.exit_code == 2
 
 
+def test_what_a_backward_computes_again_needs_memory_too(models: list[ModelFacts]) -> None:
+    """Everything at once needs as much as if it had been kept, but for the loss; of two in flight one is saved."""
+    for facts in models[1:]:
+        task = Task(facts, Hardware(4, 4), 2, 1 << 40)
+        own = Choices(workers=1, rule="1f1b", micro_batches=2)
+        kept, again = (tried(task, replace(own, recompute=how)) for how in ((), ("all",)))
+        assert again.priced.again_bytes[0] > 0.8 * kept.priced.plan.stages[0].tape_bytes
+        assert (again.memory or 0) > 0.95 * (kept.memory or 0)
+        assert kept.priced.again_bytes == (0,)
+        two = [tried(task, replace(own, workers=2, micro_batches=4, recompute=how)) for how in ((), ("all",))]
+        assert (two[1].memory or 0) < (two[0].memory or 0)
+
+
 def test_nothing_that_fits_what_is_given_is_told(models: list[ModelFacts]) -> None:
     with pytest.raises(PlanError, match="workers of the plan: 5"):
         search(Task(models[0], Hardware(4, 4), 2), space(Choices(data_parallel=5), models[0], Hardware(4, 4), 2))
