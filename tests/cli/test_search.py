@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import roundelay
 from roundelay.finals import search_plan
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.plan import Plan
@@ -117,6 +118,48 @@ def test_what_cannot_be_is_refused(capsys: Screen, options: tuple[str, ...], tol
     said = here(capsys, *TWO, "--finals", 0, *options)
     assert said.code == 2
     assert told in said.told
+
+
+def test_from_python_the_same_is_found(capsys: Screen) -> None:
+    told: list[str] = []
+    found = roundelay.search_plan(MLP, workers=2, devices="cpu", finals=0, rule="1f1b", tell=told.append)
+    own = here(capsys, *TWO, "--finals", 0, "--rule", "1f1b", "--json").json
+    assert {name: str(v) for name, v in found.chosen.choices.given().items() if name in own["chosen"]["choices"]} == {
+        name: str(v) for name, v in own["chosen"]["choices"].items()
+    }
+    assert found.planned.plan.stages[0].segments == Plan.parse(own["plan"]).stages[0].segments
+    assert (found.found.points, found.finals) == (own["space"]["plans"], ())
+    assert set(found.baselines) == set(own["baselines"])
+    assert told
+    with pytest.raises(TypeError, match="did you mean 'finals'"):
+        roundelay.search_plan(MLP, final=2)
+    with pytest.raises(roundelay.RoundelayError, match="workers"):
+        roundelay.search_plan(MLP, workers="two")  # type: ignore[arg-type]
+    for wrong in ({"workers": 0}, {"finals": -1}):
+        with pytest.raises(roundelay.RoundelayError, match=next(iter(wrong))):
+            roundelay.search_plan(MLP, **wrong)  # type: ignore[arg-type]
+
+
+def test_sixteen_cores_are_shared_by_the_workers(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ROUNDELAY_CORES", "16")
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path / "cache"))  # of such a machine
+    job = tmp_path / "cut.py"  # without BatchNorm, so that batches may be cut
+    text = "import runpy\nfrom torch import nn\n\n\ndef job(seed):\n    made = runpy.run_path("
+    text += f"{MLP!r})\n    return made['make'](model=nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))\n"
+    job.write_text(text)
+    asked = ("plan", job, "--search", "--workers", 4, "--devices", "cpu", "--finals", 0, "--json")
+    found = here(capsys, *asked, "--data-parallel", 4).json
+    assert {worker.threads for worker in Plan.parse(found["plan"]).workers} == {4}
+    free = here(capsys, *asked)
+    assert free.code == 0, free.err
+    plan = Plan.parse(free.json["plan"])
+    assert plan.threads == 16 // plan.num_workers
+    kept = [file.read_text() for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert len(kept) > 2
+    assert all("threads = 4" in text for text in kept if "instruction_s" in text)
 
 
 def test_finals_are_of_a_search(capsys: Screen) -> None:

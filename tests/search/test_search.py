@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from roundelay.errors import PlanError, RoundelayError
+from roundelay.finals.search_plan import busy_notices
 from roundelay.ir.graph import Profile
-from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.model_facts import AtRows, ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
 from roundelay.search.baselines import baselines
@@ -18,6 +19,7 @@ from roundelay.search.bounds import Bounds
 from roundelay.search.search import Task, Tried, search, tried
 from roundelay.search.space import family, space
 from tests.planner.test_priced import Images, Perceptron, Transformer, facts_of
+from tests.search.small_models import DrawnModel
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +137,33 @@ def test_memory_is_a_limit(models: list[ModelFacts]) -> None:
 
 
 def test_what_a_backward_computes_again_needs_memory_too(models: list[ModelFacts]) -> None:
-    """Everything at once needs as much as if it had been kept, but for the loss; of two in flight one is saved."""
-    for facts in models[1:]:
-        task = Task(facts, Hardware(4, 4), 2, 1 << 40)
-        own = Choices(workers=1, rule="1f1b", micro_batches=2)
-        kept, again = (tried(task, replace(own, recompute=how)) for how in ((), ("all",)))
-        assert again.priced.again_bytes[0] > 0.8 * kept.priced.plan.stages[0].tape_bytes
-        assert (again.memory or 0) > 0.95 * (kept.memory or 0)
-        assert kept.priced.again_bytes == (0,)
-        two = [tried(task, replace(own, workers=2, micro_batches=4, recompute=how)) for how in ((), ("all",))]
-        assert (two[1].memory or 0) < (two[0].memory or 0)
+    """Everything at once needs as much as if it had been kept, but for the loss; where several are in flight, less."""
+    task = Task(models[1], Hardware(4, 4), 2, 1 << 40)
+    own = Choices(workers=1, rule="1f1b", micro_batches=2)
+    kept, again = (tried(task, replace(own, recompute=how)) for how in ((), ("all",)))
+    assert kept.priced.again_bytes == (0,)
+    assert again.priced.again_bytes[0] > 0.8 * kept.priced.plan.stages[0].tape_bytes
+    assert (again.memory or 0) > 0.95 * (kept.memory or 0)
+    deep = [
+        tried(task, replace(own, workers=2, rule="gpipe", micro_batches=8, recompute=how)) for how in ((), ("all",))
+    ]
+    assert (deep[1].memory or 0) < 0.9 * (deep[0].memory or 0)
+
+
+@pytest.mark.parametrize(("longer", "told"), [(0.6, 0), (1.4, 0), (2.0, 1)])
+def test_measurements_that_others_have_disturbed_are_told_of(longer: float, told: int) -> None:
+    facts = DrawnModel(random.Random(5)).facts((1,))
+
+    def took(threads: int, seconds: float) -> AtRows:
+        own = Profile(*[tuple([seconds] * len(part)) for part in columns(facts.measured[-1].profile)])
+        return replace(facts.measured[-1], threads=threads, profile=own)
+
+    found = busy_notices(replace(facts, measured=(took(1, 0.1), took(2, 0.1 * longer))))
+    assert len(found) == told
+    assert all("2 threads took 2 times as long as 1; delete " in text for text in found)
+    assert busy_notices(replace(facts, measured=(took(1, 1e-5), took(2, 1e-4)))) == (), (
+        "threads cost more than they gain"
+    )
 
 
 def test_nothing_that_fits_what_is_given_is_told(models: list[ModelFacts]) -> None:
