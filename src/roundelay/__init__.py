@@ -18,7 +18,19 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to load, in which a Ctrl-C 
 if TYPE_CHECKING:
     from typing import Any
 
-    from roundelay.api import Updated, calibrate, capture, compare, empty_weights, load, plan, simulate, train, verify
+    from roundelay.api import (
+        Updated,
+        calibrate,
+        capture,
+        compare,
+        empty_weights,
+        load,
+        plan,
+        search_plan,
+        simulate,
+        train,
+        verify,
+    )
     from roundelay.errors import PlanWarning, RoundelayError
     from roundelay.global_tensor import (
         GlobalTensor,
@@ -49,6 +61,7 @@ _HOMES = {
     "empty_weights": "roundelay.api",
     "load": "roundelay.api",
     "plan": "roundelay.api",
+    "search_plan": "roundelay.api",
     "simulate": "roundelay.api",
     "train": "roundelay.api",
     "verify": "roundelay.api",
@@ -94,6 +107,7 @@ __all__ = [
     "randn",
     "register_rule",
     "sbp",
+    "search_plan",
     "simulate",
     "tensor",
     "train",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import roundelay
 from roundelay.finals import search_plan
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.plan import Plan
 from roundelay.planner.machine_profile import MachineProfile
+from roundelay.planner.plan_options import Choices
+from roundelay.search.search import Found, Task, tried
 from tests.cli.harness import MLP, here
 from tests.planner.profiles import calibrated
 
@@ -116,6 +120,48 @@ def test_what_cannot_be_is_refused(capsys: Screen, options: tuple[str, ...], tol
     assert told in said.told
 
 
+def test_from_python_the_same_is_found(capsys: Screen) -> None:
+    told: list[str] = []
+    found = roundelay.search_plan(MLP, workers=2, devices="cpu", finals=0, rule="1f1b", tell=told.append)
+    own = here(capsys, *TWO, "--finals", 0, "--rule", "1f1b", "--json").json
+    assert {name: str(v) for name, v in found.chosen.choices.given().items() if name in own["chosen"]["choices"]} == {
+        name: str(v) for name, v in own["chosen"]["choices"].items()
+    }
+    assert found.planned.plan.stages[0].segments == Plan.parse(own["plan"]).stages[0].segments
+    assert (found.found.points, found.finals) == (own["space"]["plans"], ())
+    assert set(found.baselines) == set(own["baselines"])
+    assert told
+    with pytest.raises(TypeError, match="did you mean 'finals'"):
+        roundelay.search_plan(MLP, final=2)
+    with pytest.raises(roundelay.RoundelayError, match="workers"):
+        roundelay.search_plan(MLP, workers="two")  # type: ignore[arg-type]
+    for wrong in ({"workers": 0}, {"finals": -1}):
+        with pytest.raises(roundelay.RoundelayError, match=next(iter(wrong))):
+            roundelay.search_plan(MLP, **wrong)  # type: ignore[arg-type]
+
+
+def test_sixteen_cores_are_shared_by_the_workers(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ROUNDELAY_CORES", "16")
+    monkeypatch.setenv("ROUNDELAY_CACHE", str(tmp_path / "cache"))  # of such a machine
+    job = tmp_path / "cut.py"  # without BatchNorm, so that batches may be cut
+    text = "import runpy\nfrom torch import nn\n\n\ndef job(seed):\n    made = runpy.run_path("
+    text += f"{MLP!r})\n    return made['make'](model=nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))\n"
+    job.write_text(text)
+    asked = ("plan", job, "--search", "--workers", 4, "--devices", "cpu", "--finals", 0, "--json")
+    found = here(capsys, *asked, "--data-parallel", 4).json
+    assert {worker.threads for worker in Plan.parse(found["plan"]).workers} == {4}
+    free = here(capsys, *asked)
+    assert free.code == 0, free.err
+    plan = Plan.parse(free.json["plan"])
+    assert plan.threads == 16 // plan.num_workers
+    kept = [file.read_text() for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert len(kept) > 2
+    assert all("threads = 4" in text for text in kept if "instruction_s" in text)
+
+
 def test_finals_are_of_a_search(capsys: Screen) -> None:
     said = here(capsys, "plan", MLP, "--finals", 2)
     assert said.code == 2
@@ -151,3 +197,25 @@ def test_averages_of_the_job_are_kept_by_a_search_that_is_ended(
     said = here(capsys, "plan", job, *TWO[2:], "-o", tmp_path / "plan.toml")
     assert said.code == 130, said.err
     assert Plan.parse((tmp_path / "plan.toml").read_text()).ema == 0.9
+
+
+def test_the_plan_is_cut_where_the_one_that_was_chosen_is(
+    capsys: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it would be cut anew."""
+    own = Choices(workers=2, rule="1f1b", micro_batches=1, threads=1, transport="memory")
+
+    def unevenly(task: Task, *_: Any, **__: Any) -> Found:
+        first, last = task.facts.graph.cuts[0], len(task.facts.graph.ops) - 1
+        cuts = [[task.facts.graph.ops[i].name] for i in (first, last)]
+        chosen = tried(task, replace(own, cuts=cuts))
+        return Found((replace(chosen, choices=own),), {}, 1, 1, {}, 0.0)
+
+    monkeypatch.setattr(search_plan, "search", unevenly)
+    said = here(capsys, *TWO, "--finals", 0, "-o", tmp_path / "uneven.toml")
+    assert said.code == 0, said.err
+    assert here(capsys, "plan", MLP, "--workers", 2, "--cuts", "equal", "-o", tmp_path / "equal.toml").code == 0
+    uneven, equal = (Plan.parse((tmp_path / name).read_text()).stages for name in ("uneven.toml", "equal.toml"))
+    assert uneven[0].segments != equal[0].segments
+    assert len(uneven[0].segments) == 1
+    assert uneven[0].parameter_bytes < equal[0].parameter_bytes

@@ -34,6 +34,19 @@ def test_stashing_holds_a_version_for_every_forward_that_waits() -> None:
     assert [w.versions for w in estimate_memory(priced("pipedream", 3, 1), [0, 0, 0])] == [200, 100, 0]
 
 
+def test_what_a_backward_computes_again_is_held_once() -> None:
+    assert [w.tapes for w in estimate_memory(priced("1f1b", 2, 4), [0, 0], [7, 3])] == [27, 13]
+
+
+def test_messages_are_those_of_all_channels_at_one_time() -> None:
+    """In the middle activations wait before any gradient is on its way."""
+    plan = priced("gpipe", 3, 4)
+    _, middle, _ = simulate(plan, emit(read(plan)), stream([4] * 3)).workers
+    forward, back = sorted(middle.unread_peak)
+    alone = 7 * middle.unread_peak[forward], 5 * middle.unread_peak[back]
+    assert max(alone) <= middle.unread_bytes_peak < sum(alone)
+
+
 def test_the_total_is_the_sum_of_its_items() -> None:
     first, second = estimate_memory(priced("pipedream", 2, 1), [200, 300])
     assert first.items() == {

@@ -22,6 +22,7 @@ from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import priced
 from roundelay.planner.source import Hardware
+from roundelay.planning import collect_facts as collect_facts_module
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
 
@@ -229,6 +230,16 @@ def test_seconds_of_the_cpu_are_no_price_of_a_gpu(choices: dict[str, Any], machi
     facts = facts_of(Perceptron, "fp32")
     with pytest.raises(roundelay.RoundelayError, match="the price of a plan: got workers on cuda:0"):
         priced(facts, Choices(workers=2, cuts="equal", **choices), machine)
+
+
+def test_an_update_takes_what_the_job_s_own_optimizer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided over the operations as the copying of their weights; that alone where the optimizer cannot step."""
+    for whole_s in (0.5, 0.0, 2.0):
+        monkeypatch.setattr(collect_facts_module, "step_s", lambda *_, told_s=whole_s: told_s)
+        for one in facts_of(Perceptron, "fp32").measured:
+            updates = one.profile.update_s
+            assert sum(updates) == pytest.approx(whole_s) if whole_s else 0 < sum(updates) < 0.1
+            assert sum(1 for seconds in updates if seconds) > 2
 
 
 def test_what_is_kept_of_a_model_changes_no_plan() -> None:

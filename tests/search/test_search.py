@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from roundelay.errors import PlanError, RoundelayError
+from roundelay.finals.search_plan import busy_notices
 from roundelay.ir.graph import Profile
-from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.model_facts import AtRows, ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware
 from roundelay.search.baselines import baselines
@@ -18,6 +19,7 @@ from roundelay.search.bounds import Bounds
 from roundelay.search.search import Task, Tried, search, tried
 from roundelay.search.space import family, space
 from tests.planner.test_priced import Images, Perceptron, Transformer, facts_of
+from tests.search.small_models import DrawnModel
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,36 @@ def test_memory_is_a_limit(models: list[ModelFacts]) -> None:
     assert refused.value.exit_code == 2
 
 
+def test_what_a_backward_computes_again_needs_memory_too(models: list[ModelFacts]) -> None:
+    """Everything at once needs as much as if it had been kept, but for the loss; where several are in flight, less."""
+    task = Task(models[1], Hardware(4, 4), 2, 1 << 40)
+    own = Choices(workers=1, rule="1f1b", micro_batches=2)
+    kept, again = (tried(task, replace(own, recompute=how)) for how in ((), ("all",)))
+    assert kept.priced.again_bytes == (0,)
+    assert again.priced.again_bytes[0] > 0.8 * kept.priced.plan.stages[0].tape_bytes
+    assert (again.memory or 0) > 0.95 * (kept.memory or 0)
+    deep = [
+        tried(task, replace(own, workers=2, rule="gpipe", micro_batches=8, recompute=how)) for how in ((), ("all",))
+    ]
+    assert (deep[1].memory or 0) < 0.9 * (deep[0].memory or 0)
+
+
+@pytest.mark.parametrize(("longer", "told"), [(0.6, 0), (1.4, 0), (2.0, 1)])
+def test_measurements_that_others_have_disturbed_are_told_of(longer: float, told: int) -> None:
+    facts = DrawnModel(random.Random(5)).facts((1,))
+
+    def took(threads: int, seconds: float) -> AtRows:
+        own = Profile(*[tuple([seconds] * len(part)) for part in columns(facts.measured[-1].profile)])
+        return replace(facts.measured[-1], threads=threads, profile=own)
+
+    found = busy_notices(replace(facts, measured=(took(1, 0.1), took(2, 0.1 * longer))))
+    assert len(found) == told
+    assert all("2 threads took 2 times as long as 1; delete " in text for text in found)
+    assert busy_notices(replace(facts, measured=(took(1, 1e-5), took(2, 1e-4)))) == (), (
+        "threads cost more than they gain"
+    )
+
+
 def test_nothing_that_fits_what_is_given_is_told(models: list[ModelFacts]) -> None:
     with pytest.raises(PlanError, match="workers of the plan: 5"):
         search(Task(models[0], Hardware(4, 4), 2), space(Choices(data_parallel=5), models[0], Hardware(4, 4), 2))
@@ -148,6 +180,20 @@ def test_stages_that_do_not_wait_for_each_other_are_bounded_too(models: list[Mod
     own = Choices(workers=2, rule="1f1b", micro_batches=4, threads=4)
     assert bounds.least_s(own) == pytest.approx(work_s * 4 / 2, rel=2e-3)
     assert bounds.least_s(replace(own, rule="pipedream-2bw", micro_batches=None)) == 0.0
+
+
+def test_choices_without_a_bound_widen_no_gap(models: list[ModelFacts]) -> None:
+    facts, machine, _ = drawn(models, 2)
+    own = Choices(workers=2, rule="1f1b", micro_batches=4, threads=4)
+    without = [
+        replace(own, rule="pipedream-2bw", micro_batches=None),
+        Choices(data_parallel=2, rule="1f1b", layout="dp", threads=4),
+    ]
+    assert [Bounds(facts, machine).least_s(one) for one in without] == [0.0, 0.0]
+    alone, beside = (search(Task(facts, machine, 2), points) for points in ([own], [own, *without]))
+    assert beside.simulated == 3
+    assert beside.bound_s == alone.bound_s > 0.0
+    assert beside.gap < 1.0
 
 
 def test_a_pair_of_products_is_divided_whole(models: list[ModelFacts]) -> None:

@@ -14,6 +14,7 @@ from roundelay.ir.sbp import B, P, parse
 from roundelay.lower.boxing import route
 from roundelay.search.signatures.boxing_prices import BoxingPrices, Link
 from roundelay.search.signatures.tables import LESS, Priced, Tables, solve
+from tests.search.integer_program import least_s
 
 
 def drawn(seed: int, most: int = 5) -> Tables:
@@ -72,29 +73,13 @@ def test_a_search_that_is_cut_short_tells_a_bound() -> None:
     assert gaps > 5
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_integer_program_agrees(seed: int) -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    tables = drawn(seed, 6)
-    starts = np.cumsum([0, *[len(own.seconds) for own in tables.own]]).tolist()
-    costs = np.concatenate([own.seconds.min(axis=1) for own in tables.own])
-    rows = [(dict.fromkeys(range(start, stop), 1.0), 1.0) for start, stop in itertools.pairwise(starts)]
-    for (u, v), own in tables.pairs.items():
-        begin, (n, m) = len(costs), own.seconds.shape
-        costs = np.concatenate([costs, own.seconds.ravel()])
-        rows += [({begin + i * m + j: 1.0 for j in range(m)} | {starts[u] + i: -1.0}, 0.0) for i in range(n)]
-        rows += [({begin + i * m + j: 1.0 for i in range(n)} | {starts[v] + j: -1.0}, 0.0) for j in range(m)]
-    matrix = np.zeros((len(rows), len(costs)))
-    for i, (row, _) in enumerate(rows):
-        matrix[i, [*row]] = [*row.values()]
-    right, finite = [end for _, end in rows], np.isfinite(costs)
-    result = optimize.milp(
-        np.where(finite, costs, 0.0),
-        constraints=optimize.LinearConstraint(matrix, right, right),
-        bounds=optimize.Bounds(0, finite.astype(float)),
-        integrality=np.ones(len(costs)),
-    )
-    assert solve(tables).seconds == pytest.approx(result.fun)
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_an_integer_program_agrees(share: float) -> None:
+    pytest.importorskip("scipy.optimize")
+    for seed in range(12):
+        tables = drawn(seed, 6)
+        limit = None if share == 1 else limit_at(all_choices(tables), share)
+        assert solve(tables, limit).seconds == pytest.approx(least_s(tables, limit)), seed
 
 
 @pytest.mark.parametrize("dims", ["S(0) S(1) B P", "S(0) S(1/3) B P"])

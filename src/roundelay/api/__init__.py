@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from roundelay.api.train_job import train
     from roundelay.calibration.calibrate import calibrate
     from roundelay.comparison.comparison import compare
+    from roundelay.finals.search_plan import search_plan
     from roundelay.planning.examined import default_workers
     from roundelay.planning.planning import capture, plan, simulate
     from roundelay.planning.weights_file import empty_weights, load
@@ -30,6 +31,7 @@ _HOMES = {
     "empty_weights": "planning.weights_file",
     "load": "planning.weights_file",
     "plan": "planning.planning",
+    "search_plan": "finals.search_plan",
     "simulate": "planning.planning",
     "train": "api.train_job",
     "verify": "proof.run_vs_reference",
@@ -44,6 +46,7 @@ __all__ = [
     "empty_weights",
     "load",
     "plan",
+    "search_plan",
     "simulate",
     "train",
     "verify",

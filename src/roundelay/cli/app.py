@@ -132,7 +132,7 @@ def plan(
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command
-        command(job_file, choices, seed, output, finals=4 if finals is None else finals, as_json=as_json)
+        command(job_file, choices, seed, output, finals=finals, as_json=as_json)
         return
     if finals is not None:
         raise UsageError("--finals", got="no --search", expected="--search", remedy="Give --search, or leave it out.")

@@ -31,11 +31,13 @@ from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planning.check_here import check_here
 from roundelay.planning.compile_stages import compile_stages, for_plan
 from roundelay.planning.default_workers import cores_notice
+from roundelay.planning.examined import Examined
 from roundelay.planning.explain_plan import plan_notices
 from roundelay.planning.make_plan import Planned, micro_batch_notice
 from roundelay.planning.memory_limit import check_memory
 from roundelay.planning.planning import fitted, plan_with_reasons, read_plan
 from roundelay.runtime.device import resolve_devices
+from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.schedules import PIPELINE
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.stop_condition import Length
@@ -114,7 +116,7 @@ def plan_job(
         planned = _told(job, captured, existing, seed, source)
         if choices.memory_limit is not None:
             fitted(for_plan(captured, existing), existing)
-            check_memory(job, captured, existing, choices.memory_limit)
+            check_memory(Examined(job, captured, seed, ignore_wait), existing, choices.memory_limit)
         if existing.compile and process_group is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
     _show_plan(planned.plan)

@@ -12,7 +12,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.screen import announce, show_json, stderr, table
 from roundelay.cli.text_file import write_text
 from roundelay.errors import counted
-from roundelay.finals.search_plan import Final, Searched, SearchPlan
+from roundelay.finals.search_plan import FINALS, Final, Searched, SearchPlan
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.explain_plan import explain
@@ -25,7 +25,7 @@ SHOWN = 5
 
 
 def search_command(
-    job_file: Path, choices: Choices, seed: int, output: Path | None, *, finals: int, as_json: bool
+    job_file: Path, choices: Choices, seed: int, output: Path | None, *, finals: int | None, as_json: bool
 ) -> None:
     """Search for a plan, and write it; ended early, write the best so far.
 
@@ -34,7 +34,7 @@ def search_command(
         choices: what the plan must have; `workers` is how many there are in all.
         seed: of the data.
         output: where to write it; None: to stdout.
-        finals: how many of the best are run.
+        finals: how many of the best are run; None: :data:`~roundelay.finals.search_plan.FINALS`.
         as_json: print one JSON object.
     """
     paths = PathResolver()
@@ -45,7 +45,7 @@ def search_command(
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
         searching = SearchPlan(job, captured, choices, seed, tell)
         try:
-            searched = searching.run(finals)
+            searched = searching.run(FINALS if finals is None else finals)
         except KeyboardInterrupt:
             _write_best(searching.best, output)
             raise

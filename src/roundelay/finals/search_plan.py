@@ -7,32 +7,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import final
+from typing import Unpack, final
 
 from roundelay.calibration.calibrate import calibrate
-from roundelay.errors import RoundelayError
+from roundelay.env import cache_folder
+from roundelay.errors import RoundelayError, UsageError
 from roundelay.finals.short_run import ShortRun
 from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
+from roundelay.planner.check_given import check_each
 from roundelay.planner.costs import with_costs
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.machine_profile import MachineProfile
-from roundelay.planner.plan_options import Choices
+from roundelay.planner.model_facts import ModelFacts
+from roundelay.planner.plan_options import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planner.source import Hardware
 from roundelay.planner.stage_counts import default_devices
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.job_file import GivenJob, given_job
 from roundelay.planning.machine_profiles import found_profile, keep_profile
 from roundelay.planning.make_plan import Planned
-from roundelay.planning.planning import plan_with_reasons
+from roundelay.planning.planning import capture, plan_with_reasons, with_warnings
 from roundelay.runtime.loading.prefetch import OnWait, ignore_wait
 from roundelay.search.baselines import baselines
 from roundelay.search.search import Found, Task, Tried, search, tried
 from roundelay.search.shifted_cuts import with_shifted_cuts
 from roundelay.search.space import ALONE, counts_of, space, transports_of
+
+FINALS = 4
+"""Of the best that are run, by default."""
 
 ROUNDS = 2
 """How often each final is run, in turns; the fewest seconds count, as disturbances only add to them."""
@@ -42,6 +49,9 @@ FINAL_S = 1.5
 
 PROFILE_S = 3.0
 """Seconds of measuring a transport that no profile has."""
+
+SLOWED, LEAST_S = 1.5, 0.02
+"""More threads that take so many times as long as fewer, and so many seconds for a batch, had no cores of their own."""
 
 FAR = 3.0
 """A family whose best is predicted to take so many times as long as the best of all is not run."""
@@ -89,6 +99,36 @@ class Searched:
     baselines: Mapping[str, Tried | None] = field(hash=False)
     finals: tuple[Final, ...]
     seconds: Mapping[str, float] = field(hash=False)
+
+
+@shows_choices
+def search_plan(
+    job: GivenJob, *, finals: int = FINALS, seed: int = 0, tell: Tell = lambda words: None, **choices: Unpack[Keywords]
+) -> Searched:
+    """Search for the fastest plan of a job on this host, and run the best; as ``roundelay plan --search``.
+
+    Args:
+        job: the job.
+        finals: how many of the best are run, beside the best of each kind; 0 trusts the predictions.
+        seed: of the data.
+        tell: called with what is done now, in words.
+        choices: what the plan must have, as of :func:`roundelay.plan`; ``workers`` is how many there are in all.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
+        TypeError: a choice is unknown.
+        UsageError: there cannot be so many finals.
+    """
+    own = from_keywords(search_plan, choices)
+    check_each(own)
+    if finals < 0:
+        raise UsageError("finals", got=str(finals), expected="0 or more", remedy="0 trusts the predictions.")
+    made = given_job(job, seed)
+    captured = capture(made, seed=seed, deadline_s=own.deadline_s or DEADLINE_S)
+    searched = SearchPlan(made, captured, own, seed, tell).run(finals)
+    with_warnings(searched.planned, stacklevel=3)
+    return searched
 
 
 def workers_of(given: Choices, machine: Hardware) -> int:
@@ -193,6 +233,7 @@ class SearchPlan:
         chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
         with self._phase("plan", "Planning and measuring the stages ..."):
             planned = self._planned(chosen, profiles)
+            planned = replace(planned, notices=(*planned.notices, *busy_notices(task.facts)))
         return Searched(planned, chosen, found, known, tuple(run), self._seconds)
 
     @contextmanager
@@ -230,6 +271,20 @@ class SearchPlan:
         made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
         profile = profiles.get(made.plan.transport)
         return made if profile is None else replace(made, plan=with_costs(made.plan, profile))
+
+
+def busy_notices(facts: ModelFacts) -> tuple[str, ...]:
+    """What to say of operations that took much longer with more threads than with fewer; nothing if none did."""
+    most = facts.measured[-1].rows
+    whole = {one.threads: one.profile for one in facts.measured if one.rows == most}
+    times = {count: sum(own.forward_s) + sum(own.backward_s) for count, own in whole.items()}
+    fewest, slowest = min(times), max(times, key=lambda count: times[count])
+    if slowest == fewest or times[slowest] < max(SLOWED * times[fewest], LEAST_S):
+        return ()
+    folder = cache_folder()
+    remedy = "search again" if folder is None else f"delete {folder / 'profiles'} and search again"
+    longer = f"{slowest} threads took {times[slowest] / times[fewest]:.2g} times as long as {fewest}"
+    return (f"operations were measured while others used the cores, it seems: {longer}; {remedy} when they are idle",)
 
 
 def _maybe(task: Task, choices: Choices) -> Tried | None:

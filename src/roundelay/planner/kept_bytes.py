@@ -15,8 +15,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from roundelay.ir.graph import Graph
+from roundelay.ir.graph import Graph, Op
+from roundelay.ir.stage import StageSpec
 from roundelay.lower.dataflow import hops
 from roundelay.planner.cost_model import Cuts, boundaries_of
 
@@ -138,6 +140,25 @@ def staggered_bytes(kept: Sequence[int], micro_batches: int) -> tuple[int, ...]:
             sum(num_bytes * sum(age in span for age in ages) for num_bytes, span in zip(kept, spans, strict=True))
         )
     return tuple(totals)
+
+
+def made_again(graph: Graph, storages: SavedStorages, parts: Iterable[Sequence[Op]]) -> int:
+    """Return the most bytes that a backward keeps of what it computes again: one part after another, the last first.
+
+    Args:
+        graph: the logical graph.
+        storages: what its operations save.
+        parts: each with its operations; boxings keep nothing.
+    """
+    places = {op.name: i for i, op in enumerate(graph.ops)}
+    kept = [{s for op in part if op.name in places for s in storages.saved[places[op.name]]} for part in parts]
+    return max((sum(storages.num_bytes[s] for s in own) for own in kept), default=0)
+
+
+def again_in(laid: Graph, spec: StageSpec, backward: str) -> list[tuple[Op, ...]]:
+    """Return the parts of a stage that a backward computes again; with the mode ``recompute`` the whole stage."""
+    ops = [laid.ops[segment.start : segment.stop] for segment in spec.segments]
+    return [tuple(chain(*ops))] if backward == "recompute" else [ops[number] for number in spec.recomputed]
 
 
 def _recomputed(graph: Graph, storages: SavedStorages, again: Sequence[range]) -> SavedStorages:

@@ -32,7 +32,7 @@ class MemoryEstimate:
         gradients: gradients of one batch.
         optimizer: optimizer state, and what weight prediction keeps of the last update.
         versions: versions other than the newest, stashed or predicted.
-        tapes: tapes of forwards in flight, and what backwards keep for their second half.
+        tapes: tapes of forwards in flight, what backwards keep for their second half, and what one computes again.
         messages: messages on the way to it or unread.
     """
 
@@ -53,12 +53,16 @@ class MemoryEstimate:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryEstimate, ...]:
+def estimate_memory(
+    plan: Plan, optimizer_bytes: Sequence[int], again_bytes: Sequence[int] = ()
+) -> tuple[MemoryEstimate, ...]:
     """Predict the memory of each worker.
 
     Args:
         plan: the plan, which has the bytes of weights, tapes and messages.
         optimizer_bytes: for each stage, the bytes of optimizer state, which are not in the plan.
+        again_bytes: for each stage, the bytes of what its backward computes again
+            (:func:`roundelay.planner.kept_bytes.made_again`), which are not either; by default none.
 
     Raises:
         PlanError: the plan is invalid.
@@ -88,7 +92,7 @@ def estimate_memory(plan: Plan, optimizer_bytes: Sequence[int]) -> tuple[MemoryE
                 gradients=gradients,
                 optimizer=sum(optimizer_bytes[k] for k in updated),
                 versions=(worker.versions_held_peak - 1) * stored,
-                tapes=worker.tape_bytes_peak,
+                tapes=worker.tape_bytes_peak + max([again_bytes[k] for k in stages if again_bytes], default=0),
                 messages=worker.unread_bytes_peak,
             )
         )

@@ -17,7 +17,7 @@ from roundelay.planner.check_given import check_given
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.costs import DIGITS, slower, with_costs
-from roundelay.planner.kept_bytes import KeptBytes, kept_bytes
+from roundelay.planner.kept_bytes import KeptBytes, again_in, kept_bytes, made_again
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
@@ -37,11 +37,13 @@ class Priced:
         plan: the plan; it is not proved yet.
         batch_s: predicted seconds of a batch.
         state_bytes: of the optimizer's state on the first holder of each stage; None where the optimizer does not tell.
+        again_bytes: of what the backward of each stage computes again.
     """
 
     plan: Plan
     batch_s: float
     state_bytes: tuple[int, ...] | None
+    again_bytes: tuple[int, ...]
 
 
 def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: MachineProfile | None = None) -> Priced:
@@ -75,7 +77,9 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: Mach
     )
     plan = plan if profile is None else with_costs(plan, profile)
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
-    return Priced(plan, batch_s(plan), held)
+    kept = facts.storages(plan)
+    parts = [again_in(laid.graph, spec, plan.backward) for spec in made.stages.stages]
+    return Priced(plan, batch_s(plan), held, tuple([made_again(facts.graph, kept, own) for own in parts]))
 
 
 def _held(facts: ModelFacts, laid: LaidGraph, plan: Plan, spec: StageSpec) -> int:

@@ -110,7 +110,7 @@ def measured_plan(request: PlanRequest, draft: Draft) -> Planned:
     made = candidate(request.source, request.asked, draft)
     result, savings = _measure(request.source, made, requested=request.asked.choices.recompute is not None)
     if (limit := request.asked.choices.memory_limit) is not None:
-        check_memory(request.source.job, request.source.lowered(result).captured, result, limit)
+        check_memory(request.source, result, limit)
     return Planned(result, (*made.notices, *made.reasons, *savings), made.notices, made.warnings)
 
 

@@ -7,13 +7,13 @@ Sect. 2.3, Fig. 2). Here all that workers will hold is known from the plan: see 
 from __future__ import annotations
 
 from roundelay.errors import PlanError
-from roundelay.frontend import Captured
 from roundelay.ir.num_bytes import bytes_text, parse_bytes
 from roundelay.ir.plan import Plan
-from roundelay.job import Job
 from roundelay.lower.partition import partition
+from roundelay.planner.kept_bytes import again_in, made_again
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 from roundelay.planning.compile_stages import for_plan
+from roundelay.planning.examined import Examined
 from roundelay.planning.memory_report import optimizer_bytes
 from roundelay.schedules import PIPELINE
 
@@ -24,12 +24,11 @@ _REMEDY = (
 _REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
 
 
-def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:
+def check_memory(source: Examined, plan: Plan, limit: str | int) -> None:
     """Check that no worker is predicted to hold more than a limit.
 
     Args:
-        job: whose optimizer is used.
-        captured: its model, on no mesh.
+        source: the job.
         plan: a plan that fits it.
         limit: bytes of each worker, such as ``8GiB``.
 
@@ -37,17 +36,14 @@ def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> 
         PlanError: naming the worker that holds most, and what; or the optimizer's state is not known.
     """
     most = parse_bytes(limit, "--memory-limit")
-    lowered = for_plan(captured, plan)
-    stages = partition(lowered.graph, [stage.segments for stage in plan.stages], plan.recompute)
-    of_optimizer = optimizer_bytes(job, lowered, stages, plan)
-    if of_optimizer is None:
+    estimates = predicted_memory(source, plan)
+    if estimates is None:
         raise PlanError(
             "--memory-limit",
             got="an optimizer whose state is not known before its first step",
             expected="one that can step on tensors without memory, as those of torch.optim can",
             remedy="Leave --memory-limit out; `summary.json` of a run says what was held.",
         )
-    estimates = estimate_memory(plan, of_optimizer)
     worker, largest = max(enumerate(estimates), key=lambda pair: pair[1].total)
     if largest.total > most:
         raise PlanError(
@@ -56,6 +52,24 @@ def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> 
             expected=f"at most {bytes_text(most)}, by --memory-limit",
             remedy=_REMEDY if plan.layout == PIPELINE else _REMEDY_IN_LAYOUTS,
         )
+
+
+def predicted_memory(source: Examined, plan: Plan) -> tuple[MemoryEstimate, ...] | None:
+    """What each worker is predicted to hold; None if the optimizer cannot step on meta tensors.
+
+    Args:
+        source: the job.
+        plan: a plan that fits it.
+    """
+    laid, whole = for_plan(source.captured, plan), source.lowered(plan)
+    stages = partition(laid.graph, [stage.segments for stage in plan.stages], plan.recompute)
+    of_optimizer = optimizer_bytes(source.job, laid, stages, plan)
+    if of_optimizer is None:
+        return None
+    parts = [again_in(laid.graph, spec, plan.backward) for spec in stages.stages]
+    kept = whole.storages(plan) if any(parts) else None
+    again = [] if kept is None else [made_again(whole.graph, kept, own) for own in parts]
+    return estimate_memory(plan, of_optimizer, again)
 
 
 def _stages(plan: Plan, worker: int) -> str:

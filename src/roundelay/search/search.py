@@ -152,8 +152,8 @@ def tried(task: Task, choices: Choices) -> Tried:
     if (count := made.plan.num_workers) > task.workers:
         raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
     known = task.memory is not None and made.state_bytes is not None
-    most = max(one.total for one in estimate_memory(made.plan, made.state_bytes or ())) if known else None
-    return Tried(choices, made, most)
+    each = estimate_memory(made.plan, made.state_bytes or (), made.again_bytes) if known else ()
+    return Tried(choices, made, max([one.total for one in each], default=None))
 
 
 def _size(one: Tried) -> float:

@@ -88,6 +88,8 @@ class Clock:
         self.link_free: dict[int, float] = {}  # by channel
         self.on_way: dict[tuple[int, int], int] = {}  # by channel and the worker that gets it
         self.on_way_peak: dict[tuple[int, int], int] = {}
+        self.bytes_on_way: Counter[int] = Counter()  # by the worker that gets them
+        self.bytes_on_way_peak: Counter[int] = Counter()
 
     @cached_property
     def bytes(self) -> dict[int, int]:
@@ -208,6 +210,8 @@ class Clock:
         key = number, consumer
         self.on_way[key] = self.on_way.get(key, 0) + change
         self.on_way_peak[key] = max(self.on_way_peak.get(key, 0), self.on_way[key])
+        self.bytes_on_way[consumer] += change * self.bytes[number]
+        self.bytes_on_way_peak[consumer] = max(self.bytes_on_way_peak[consumer], self.bytes_on_way[consumer])
 
     def transfer_s(self, link: int, num_bytes: int) -> float:
         """Return the seconds until a message sent now arrives; messages of one link are sent one by one."""
@@ -278,7 +282,7 @@ class Clock:
             versions_read=(min([0, *staleness]), max([0, *staleness])),
             versions_held_peak=held["versions"],
             unread_peak=unread,
-            unread_bytes_peak=sum(count * self.bytes[number] for number, count in unread.items()),
+            unread_bytes_peak=self.bytes_on_way_peak[program.worker],
         )
 
 

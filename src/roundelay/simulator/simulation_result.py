@@ -46,7 +46,7 @@ class WorkerReport:
         version_bytes_peak: most bytes of all versions of its stages' weights that it has at one time.
         versions_held_peak: most versions of a stage's weights held at one time, predicted copies included.
         unread_peak: for each channel into it, most messages on the way or unread at one time.
-        unread_bytes_peak: bytes of these messages, summed over the channels.
+        unread_bytes_peak: most bytes of such messages, of all channels together, at one time.
     """
 
     busy_s: float
