@@ -257,7 +257,14 @@ def test_a_plan_of_an_earlier_format_means_what_it_meant() -> None:
     for field in ("latency_s = ", "bytes_per_s = "):
         first = next(i for i, line in enumerate(lines) if line.startswith(field))  # the plan's; the others are edges'
         lines = [line for i, line in enumerate(lines) if i == first or not line.startswith(field)]
-    added = {11: "speed = ", 10: "instruction_s = ", 9: "shards = ", 8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
+    added = {
+        11: "speed = ",
+        10: "instruction_s = ",
+        9: "shards = ",
+        8: "sharded = ",
+        7: "threads = ",
+        6: "deterministic = ",
+    }
     for version, field in added.items():
         lines = [line for line in lines if not line.startswith(field)]
         old = "\n".join(lines).replace(f"format = {FORMAT}", f"format = {version}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from roundelay.api import capture
@@ -15,10 +16,11 @@ from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.page.explain_page import explain_page
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
-from roundelay.planning.examined import Examined
+from roundelay.planning.examined import Examined, hardware_here
 from roundelay.planning.job_file import load_job
 from roundelay.planning.planning import read_plan
 from roundelay.search.account import Account, account
@@ -89,7 +91,8 @@ def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet
         )
     with doing("Measuring the model's operations ...", quiet) as show_wait:
         given = Choices(workers=plan.num_workers, precision=plan.precision)
-        task = task_of(Examined(job, captured, 0, show_wait), given, profiles_of(given))
+        machine = replace(hardware_here(), cluster=Cluster.of(plan))
+        task = task_of(Examined(job, captured, 0, show_wait), given, machine, profiles_of(given, machine))
     with doing("Searching ...", quiet):
         yield name, tried(task, inherited(plan, Choices())).priced.plan
         other = find_why_not(task, plan, why_not)

@@ -27,6 +27,17 @@ Cuts = tuple[int, ...]
 """Boundaries of the stages: 0, then the start of each further stage, then n + 1."""
 
 
+Away = tuple[bool, bool]
+"""Whether what comes before a stage, and what comes after it, is on another node."""
+
+NEAR: Away = (False, False)
+
+Seat = tuple[float, Away]
+"""The speed of a stage's holders, and where their neighbours are."""
+
+ALIKE: Seat = (1.0, NEAR)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostParameters:
     """The choices of a plan on which costs depend.
@@ -36,12 +47,14 @@ class CostParameters:
         latency_s: seconds of an empty message.
         bytes_per_s: bandwidth of a link.
         again: numbers of the operations that backwards recompute.
+        between: seconds of an empty message, and bandwidth, of a link between two nodes; None: the same.
     """
 
     micro_batches: int
     latency_s: float
     bytes_per_s: float
     again: tuple[range, ...] = ()
+    between: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +110,29 @@ class StageCosts:
         across = self._across.get(stop)
         return across.bytes_by_source[-1] - across.bytes_by_source[bisect_left(across.sources, start)] if across else 0
 
-    def communication_s(self, start: int, stop: int) -> float:
+    def communication_s(self, start: int, stop: int, away: Away = NEAR) -> float:
         """Seconds of messages per micro-batch: activations and gradients, in and out."""
         incoming, outgoing = self._across.get(start), self._across.get(stop)
-        messages = 0
-        if incoming is not None:
-            messages += 1 + (incoming.first_back < stop)
-        if outgoing is not None:
-            messages += 1 + (outgoing.last_back >= start)
-        num_bytes = self.bytes_in(start, stop) + self.bytes_out(start, stop)
-        return self.parameters.latency_s * messages + num_bytes / (
-            self.sample_micro_batches * self.parameters.bytes_per_s
-        )
+        into = 0 if incoming is None else 1 + (incoming.first_back < stop)
+        out = 0 if outgoing is None else 1 + (outgoing.last_back >= start)
+        sides = (into, self.bytes_in(start, stop)), (out, self.bytes_out(start, stop))
+        if away[0] == away[1]:
+            return self._messages_s(into + out, sides[0][1] + sides[1][1], away=away[0])
+        return sum([self._messages_s(*side, away=far) for side, far in zip(sides, away, strict=True)])
 
-    def stage_s(self, start: int, stop: int) -> float:
-        """Seconds of a stage per micro-batch: computation and communication."""
-        return self.compute_s(start, stop) + self.communication_s(start, stop)
+    def _messages_s(self, count: int, num_bytes: int, *, away: bool) -> float:
+        own = self.parameters
+        latency_s, bytes_per_s = (away and own.between) or (own.latency_s, own.bytes_per_s)
+        return latency_s * count + num_bytes / (self.sample_micro_batches * bytes_per_s)
 
-    def slowest_s(self, cuts: Cuts) -> float:
-        """Seconds per micro-batch of the slowest stage of these cuts."""
-        return max(self.stage_s(start, stop) for start, stop in pairwise(cuts))
+    def stage_s(self, start: int, stop: int, speed: float = 1.0, away: Away = NEAR) -> float:
+        """Seconds of a stage per micro-batch on holders of a speed: computation and communication."""
+        return self.compute_s(start, stop) / speed + self.communication_s(start, stop, away)
+
+    def slowest_s(self, cuts: Cuts, seats: Sequence[Seat] = ()) -> float:
+        """Seconds per micro-batch of the slowest stage of these cuts, in these seats or all alike."""
+        pairs = zip(pairwise(cuts), seats or [ALIKE] * (len(cuts) - 1), strict=True)
+        return max(self.stage_s(start, stop, *seat) for (start, stop), seat in pairs)
 
 
 def boundaries_of(graph: Graph) -> Cuts:

@@ -12,6 +12,7 @@ from roundelay.ir.num_bytes import bytes_text, parse_bytes
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.partition import partition
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.memory_report import optimizer_bytes
@@ -24,36 +25,44 @@ _REMEDY = (
 _REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
 
 
-def check_memory(job: Job, captured: Captured, plan: Plan, limit: str | int) -> None:
-    """Check that no worker is predicted to hold more than a limit.
+def check_memory(
+    job: Job, captured: Captured, plan: Plan, limit: str | int | None, cluster: Cluster | None = None
+) -> None:
+    """Check that no worker is predicted to hold more than a limit, if there is one.
 
     Args:
         job: whose optimizer is used.
         captured: its model, on no mesh.
         plan: a plan that fits it.
-        limit: bytes of each worker, such as ``8GiB``.
+        limit: bytes of each worker, such as ``8GiB``; None for any number.
+        cluster: has its workers, with limits of their own.
 
     Raises:
         PlanError: naming the worker that holds most, and what; or the optimizer's state is not known.
     """
-    most = parse_bytes(limit, "--memory-limit")
+    each = None if limit is None else parse_bytes(limit, "--memory-limit")
+    limits = [each] * plan.num_workers if cluster is None else cluster.limits(plan, each)
+    if limits.count(None) == len(limits):
+        return
     lowered = for_plan(captured, plan)
     stages = partition(lowered.graph, [stage.segments for stage in plan.stages], plan.recompute)
     of_optimizer = optimizer_bytes(job, lowered, stages, plan)
     if of_optimizer is None:
         raise PlanError(
-            "--memory-limit",
+            "--memory-limit" if limit is not None else "memory of the cluster's workers",
             got="an optimizer whose state is not known before its first step",
             expected="one that can step on tensors without memory, as those of torch.optim can",
-            remedy="Leave --memory-limit out; `summary.json` of a run says what was held.",
+            remedy="Leave it out; `summary.json` of a run says what was held.",
         )
     estimates = estimate_memory(plan, of_optimizer)
-    worker, largest = max(enumerate(estimates), key=lambda pair: pair[1].total)
-    if largest.total > most:
+    beyond = [own.total - (own.total if most is None else most) for own, most in zip(estimates, limits, strict=True)]
+    worker = beyond.index(max(beyond))
+    largest, most = estimates[worker], limits[worker]
+    if beyond[worker] > 0 and most is not None:
         raise PlanError(
             f"memory of worker {worker}, which runs " + _stages(plan, worker),
             got=f"{bytes_text(largest.total)} ({_items(largest)})",
-            expected=f"at most {bytes_text(most)}, by --memory-limit",
+            expected=f"at most {bytes_text(most)}, by " + ("--memory-limit" if most == each else "the cluster file"),
             remedy=_REMEDY if plan.layout == PIPELINE else _REMEDY_IN_LAYOUTS,
         )
 
