@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,37 +117,27 @@ def plan(
             metavar="runnable|all",
         ),
     ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with [[workers]] of unequal speed and memory, for whom to plan; or with --space all [mesh], a "
-            "size and a link for each axis.",
-            metavar="FILE",
-        ),
-    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
-    check_space(space, cluster, output, search=search, finals=bool(finals))
+    check_space(space, choices, output, search=search, finals=bool(finals))
     if space == "all":
-        check_choices(job_file, choices)
-        load("cli.signatures_command").signatures_command(job_file, choices, seed, cluster, as_json=as_json)
+        check_choices(job_file, replace(choices, cluster=None))
+        load("cli.signatures_command").signatures_command(job_file, choices, seed, as_json=as_json)
         return
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command
-        number = (0 if cluster is not None else 4) if finals is None else finals
-        command(job_file, choices, seed, output, cluster, finals=number, as_json=as_json)
+        usual = 4 if choices.cluster is None else 0
+        command(job_file, choices, seed, output, finals=usual if finals is None else finals, as_json=as_json)
         return
     if finals is not None:
         raise UsageError("--finals", got="no --search", expected="--search", remedy="Give --search, or leave it out.")
     if show not in (None, "graph"):
         raise UsageError("--show", got=repr(show), expected="graph", remedy="Choose it, or leave the option out.")
     check_choices(job_file, choices)
-    load("cli.plan_command").plan_command(
-        job_file, choices, seed, output, cluster, graph=show is not None, as_json=as_json
-    )
+    load("cli.plan_command").plan_command(job_file, choices, seed, output, graph=show is not None, as_json=as_json)
 
 
 @app.command("simulate", epilog="Example: `roundelay simulate plan.toml --grid`")

@@ -46,7 +46,7 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
     check_choices(job_file, choices, planned=True)  # each by itself: what else is needed is searched
 
 
-def check_space(space: str | None, cluster: Path | None, output: Path | None, *, search: bool, finals: bool) -> None:
+def check_space(space: str | None, choices: Choices, output: Path | None, *, search: bool, finals: bool) -> None:
     """Check what a search is asked to look through.
 
     Raises:
@@ -56,14 +56,14 @@ def check_space(space: str | None, cluster: Path | None, output: Path | None, *,
         raise UsageError("--space", got=repr(space), expected="runnable or all", remedy="Choose one of these.")
     if space is not None and not search:
         raise UsageError("--space", got="no --search", expected="--search", remedy="Give --search.")
-    if space == "all" and cluster is None:
+    if space == "all" and choices.cluster is None:
         raise UsageError(
             "--space all",
             got="no --cluster",
             expected="both: the axes of the mesh, and the links along them, stand in the file",
             remedy="Give --cluster.",
         )
-    if cluster is not None and finals:
+    if choices.cluster is not None and finals:
         raise UsageError(
             "--finals with --cluster",
             got="both",

@@ -103,7 +103,7 @@ def _show(plans: Mapping[str, Plan], accounts: list[Account]) -> None:
     names, first = list(plans), next(iter(plans.values()))
     stdout.print(table(_title(first, accounts[0]), ["per batch", *_heads(names)], _rows(accounts)))
     for (name, plan), one in zip(plans.items(), accounts, strict=True):
-        _show_stages(f"stages of {name}", one)
+        _show_stages(f"stages of {name}", plan, one)
         _show_memory(f"memory of {name}", plan, one)
     stdout.print(_NOTE)
 
@@ -128,11 +128,11 @@ def _rows(accounts: list[Account]) -> list[list[str]]:
     return [[name, f"{a * 1e3:.4g}", f"{b * 1e3:.4g}", f"{(b - a) * 1e3:+.4g}"] for name, a, b in pairs]
 
 
-def _show_stages(title: str, own: Account) -> None:
+def _show_stages(title: str, plan: Plan, own: Account) -> None:
     rows = [
         [
             f"stage {one.stage}",
-            ", ".join(f"{worker}" for worker in one.workers),
+            ", ".join(map(plan.told, one.workers)),
             f"{one.computes_s * 1e3:.4g}",
             f"{one.on_path_s * 1e3:.4g}",
             ", ".join(f"{own.busy[worker]:.0%}" for worker in one.workers),

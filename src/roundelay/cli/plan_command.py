@@ -9,7 +9,6 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.plan_from_options import PlanSource, check_source, plan_job
 from roundelay.cli.screen import show_json, stderr
 from roundelay.cli.text_file import write_text
-from roundelay.planner.cluster import read_cluster
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.explain_plan import explain
 from roundelay.planning.job_file import load_job
@@ -17,14 +16,7 @@ from roundelay.planning.physical_graph import physical_graph
 
 
 def plan_command(
-    job_file: Path,
-    choices: Choices,
-    seed: int,
-    output: Path | None,
-    cluster_file: Path | None,
-    *,
-    graph: bool,
-    as_json: bool,
+    job_file: Path, choices: Choices, seed: int, output: Path | None, *, graph: bool, as_json: bool
 ) -> None:
     """Plan a job, and write the plan.
 
@@ -33,16 +25,14 @@ def plan_command(
         choices: for the plan.
         seed: of the data.
         output: where to write it; None: to stdout.
-        cluster_file: declares the workers; None: those of this host.
         graph: show what is computed and exchanged instead.
         as_json: print one JSON object.
     """
     paths = PathResolver()
     check_source(choices, PlanSource())
-    cluster = None if cluster_file is None else read_cluster(cluster_file, "workers")
     job = load_job(job_file, seed)
     job_file, output = paths.of(job_file), paths.of(output)
-    planned = plan_job(job, choices, seed, PlanSource(cluster=cluster), quiet=as_json)
+    planned = plan_job(job, choices, seed, PlanSource(), quiet=as_json)
     plan = planned.plan
     text = plan.text(explain(planned.captured, plan, planned.reasons))
     if output is not None:

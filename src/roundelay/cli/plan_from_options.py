@@ -24,7 +24,6 @@ from roundelay.launching.rendezvous import ProcessGroup
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.choose_micro_batches import MicroBatchChoice
-from roundelay.planner.cluster import Cluster
 from roundelay.planner.draft_plan import parse_names
 from roundelay.planner.holder_choices import signatures_of
 from roundelay.planner.inherited_choices import common_threads, inherited, sizes_of
@@ -54,13 +53,11 @@ class PlanSource:
         plan_file: the plan to run.
         resume: the checkpoint, or the run folder, that is continued: its plan is kept unless a choice differs.
         restarted: the folder of the run that a launcher has restarted: its plan is kept in any case.
-        cluster: the workers for which one is made, if they are declared.
     """
 
     plan_file: Path | None = None
     resume: Path | None = None
     restarted: Path | None = None
-    cluster: Cluster | None = None
 
     def kept(self) -> Plan | None:
         """The plan of the run that a launcher has restarted, if it has got so far."""
@@ -112,7 +109,7 @@ def plan_job(
             choices = spread(choices, process_group.size, written or resumed)
     existing = _existing_plan(model, replace(choices, memory_limit=None), source, resumed)
     if existing is None:
-        planned = _make_plan(job, captured, choices, seed, resumed, source.cluster, quiet=quiet)
+        planned = _make_plan(job, captured, choices, seed, resumed, quiet=quiet)
     else:
         planned = _told(job, captured, existing, seed, source)
         if choices.memory_limit is not None:
@@ -139,19 +136,12 @@ def plan_job(
 
 
 def _make_plan(
-    job: Job,
-    captured: Captured,
-    choices: Choices,
-    seed: int,
-    resumed: Plan | None,
-    cluster: Cluster | None,
-    *,
-    quiet: bool,
+    job: Job, captured: Captured, choices: Choices, seed: int, resumed: Plan | None, *, quiet: bool
 ) -> Planned:
     wanted = choices if resumed is None else choices.over(inherited(resumed, choices))
     steps = "Planning, compiling and measuring" if wanted.compile else "Planning and measuring"
     with doing(f"{steps} the stages ...", quiet) as show_wait:
-        planned = plan_with_reasons(job, wanted, captured=captured, seed=seed, tell=show_wait, cluster=cluster)
+        planned = plan_with_reasons(job, wanted, captured=captured, seed=seed, tell=show_wait)
     of_threads = cores_notice(planned.plan, _workers_here(planned.plan)) if choices.threads is not None else ""
     return replace(planned, notices=(*planned.notices, of_threads)) if of_threads else planned
 
@@ -278,6 +268,8 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
                 wanted = LossScale.parse(value)
             case "recompute":
                 wanted = parse_names(value)
+            case "cluster":
+                planned_value = "workers of its own"
             case "signatures":
                 wanted, planned_value = signatures_of(Choices(signatures=value)), GivenSignatures.of(plan)
         if wanted != planned_value:

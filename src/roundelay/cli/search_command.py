@@ -13,7 +13,6 @@ from roundelay.cli.screen import announce, show_json, stderr, table
 from roundelay.cli.text_file import write_text
 from roundelay.errors import counted
 from roundelay.finals.search_plan import Final, Searched, SearchPlan
-from roundelay.planner.cluster import read_cluster
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.explain_plan import explain
@@ -26,14 +25,7 @@ SHOWN = 5
 
 
 def search_command(
-    job_file: Path,
-    choices: Choices,
-    seed: int,
-    output: Path | None,
-    cluster_file: Path | None,
-    *,
-    finals: int,
-    as_json: bool,
+    job_file: Path, choices: Choices, seed: int, output: Path | None, *, finals: int, as_json: bool
 ) -> None:
     """Search for a plan, and write it; ended early, write the best so far.
 
@@ -42,18 +34,16 @@ def search_command(
         choices: what the plan must have; `workers` is how many there are in all.
         seed: of the data.
         output: where to write it; None: to stdout.
-        cluster_file: declares the workers; None: those of this host.
         finals: how many of the best are run.
         as_json: print one JSON object.
     """
     paths = PathResolver()
-    cluster = None if cluster_file is None else read_cluster(cluster_file, "workers")
     job = load_job(job_file, seed)
     output = paths.of(output)
     with stderr.status("Capturing the model ...") as status:
         tell = (lambda words: None) if as_json else status.update if stderr.is_terminal else _Log()
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
-        searching = SearchPlan(job, captured, choices, seed, tell, cluster)
+        searching = SearchPlan(job, captured, choices, seed, tell)
         try:
             searched = searching.run(finals)
         except KeyboardInterrupt:

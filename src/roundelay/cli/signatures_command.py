@@ -25,19 +25,18 @@ from roundelay.search.signatures.boxing_prices import Link
 from roundelay.search.signatures.searched import SearchedSignatures, signatures_on, table
 
 
-def signatures_command(job_file: Path, choices: Choices, seed: int, cluster_file: Path, *, as_json: bool) -> None:
+def signatures_command(job_file: Path, choices: Choices, seed: int, *, as_json: bool) -> None:
     """Search, and print what is found; it is no plan, as the runtime has one axis beside the replicas.
 
     Args:
         job_file: defines the job.
-        choices: of which `micro_batches`, `precision` and `memory_limit` count.
+        choices: of which `cluster`, a file with a mesh, `micro_batches`, `precision` and `memory_limit` count.
         seed: of the data.
-        cluster_file: declares the mesh and its links.
         as_json: print one JSON object.
     """
     paths = PathResolver()
     job = load_job(job_file, seed)
-    cluster = read_cluster(paths.of(cluster_file), "mesh")
+    cluster = read_cluster(paths.of(Path(str(choices.cluster))), "mesh")
     with doing("Capturing the model ...", as_json) as show_wait:
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S, tell=show_wait)
     with doing("Measuring the model's operations ...", as_json) as show_wait:

@@ -16,8 +16,8 @@ from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
-from roundelay.planner.cluster import Cluster
 from roundelay.planner.costs import with_costs
+from roundelay.planner.holder_choices import cluster_of
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
@@ -161,21 +161,13 @@ class SearchPlan:
         given: pins; `workers` is how many there are in all.
         seed: of the data.
         tell: called with every phase.
-        cluster: the workers, if they are declared.
         show_wait: called when waiting for the loader takes long.
     """
 
     def __init__(
-        self,
-        job: Job,
-        captured: Captured,
-        given: Choices,
-        seed: int,
-        tell: Tell,
-        cluster: Cluster | None = None,
-        show_wait: OnWait = ignore_wait,
+        self, job: Job, captured: Captured, given: Choices, seed: int, tell: Tell, show_wait: OnWait = ignore_wait
     ) -> None:
-        self._machine = replace(hardware_here(), cluster=cluster)
+        self._machine = replace(hardware_here(), cluster=cluster_of(given))
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
         given = given.over(Choices(ema=job.ema))
@@ -239,10 +231,9 @@ class SearchPlan:
     def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
         cuts = inherited(chosen.priced.plan, Choices()).cuts  # as they were run; elsewhere a mesh's boxings stand there
         own = replace(chosen.choices, memory_limit=self._given.memory_limit, cuts=cuts or chosen.choices.cuts)
-        cluster = self._machine.cluster and self._machine.cluster.as_in(chosen.priced.plan)
-        made = plan_with_reasons(
-            self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait, cluster=cluster
-        )
+        if self._machine.cluster is not None:
+            own = replace(own, cluster=self._machine.cluster.as_in(chosen.priced.plan))
+        made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
         profile = profiles.get(made.plan.transport)
         return made if profile is None else replace(made, plan=with_costs(made.plan, profile))
 

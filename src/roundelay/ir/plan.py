@@ -303,6 +303,11 @@ class Plan:
         """Where each worker computes."""
         return tuple(worker.device for worker in self.workers)
 
+    def told(self, worker: int) -> str:
+        """A worker's number, with its speed where that is not 1."""
+        speed = self.workers[worker].speed
+        return str(worker) if speed == 1.0 else f"{worker} (speed {speed:g})"
+
     def device_of(self, stage: int) -> str:
         """Where a stage of the first replica computes."""
         return self.workers[self.worker_of(stage)].device

@@ -18,9 +18,9 @@ from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
 from roundelay.planner.kept_bytes import kept_bytes
 from roundelay.planner.partition_dp import (
-    Holders,
     Seats,
     StagePrice,
+    alike,
     equal_cuts,
     flops_cuts,
     names_of,
@@ -113,7 +113,7 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int, seats: Seats
         by_flops = flops_cuts(graph, num_stages)
         return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
     apart = not _on_one_worker(draft)
-    own = Seats((Holders(num_stages),)) if seats is None else seats
+    own = alike(num_stages) if seats is None else seats
     terms = CostParameters(
         again=recomputed_positions(graph, draft),
         micro_batches=draft.batch_parts,
@@ -148,10 +148,11 @@ def _fastest(
 
     def made() -> Cut:
         costs = stage_costs(graph, profile, terms)
-        limited = any(kind.memory < math.inf for kind in seats.kinds) and draft.mesh_size == 1 and not draft.states
-        own = replace(seats, held=held_by_stage(source, draft, costs, num_stages)) if limited else seats
+        limited = any(kind.memory < math.inf for kind in seats.kinds) and not (seats.order or draft.states)
+        counted = limited and draft.mesh_size == 1  # else whether it fits is known when it is priced
+        own = replace(seats, held=held_by_stage(source, draft, costs, num_stages)) if counted else seats
         chosen, kinds = seated_cuts(costs, num_stages, own)
-        reasons = cut_reasons.fastest(graph, costs, chosen, seats.seats(kinds))
+        reasons = cut_reasons.fastest(graph, costs, chosen, seats.of_stages(kinds))
         return replace(_as_stages(names_of(graph, chosen), (f"cuts: {how}", *reasons)), kinds=kinds)
 
     by = draft.rule, draft.micro_batches, draft.mesh_size, bool(draft.states)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,54 +15,45 @@ import msgspec
 from roundelay.errors import PlanError
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan
-from roundelay.lower.validate_plan import SPEEDS
-
-MOST = 4096
-"""Workers of a cluster, at most."""
 
 
-class _Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""
 
 
-class ClusterLink(_Declared, frozen=True, kw_only=True):
-    """A link between two workers.
-
-    Args:
-        latency_s: seconds of an empty message, or of a phase of an exchange.
-        bytes_per_s: that a worker sends in one.
-    """
+class ClusterLink(_Table, frozen=True, kw_only=True):
+    """A link: seconds of an empty message or of a phase of an exchange, and bytes per second that a worker sends."""
 
     latency_s: Annotated[float, msgspec.Meta(ge=0.0, lt=1e6)]
     bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0, lt=1e18)]
 
 
 class ClusterAxis(ClusterLink, frozen=True, kw_only=True):
-    """One axis of a mesh: a link, and ``size``, the workers along it."""
+    """One axis of a mesh: the link, and how many workers there are along it."""
 
     size: Annotated[int, msgspec.Meta(ge=2, le=1 << 20)]
 
 
-class ClusterLinks(_Declared, frozen=True, kw_only=True):
-    """The links ``within`` a node and ``between`` nodes."""
+class ClusterLinks(_Table, frozen=True, kw_only=True):
+    """The links of the workers within a node, and between nodes."""
 
     within: ClusterLink
     between: ClusterLink
 
 
-class _Rows(_Declared, frozen=True, kw_only=True):
+class _Workers(_Table, frozen=True, kw_only=True):
     """Some workers that are alike."""
 
-    speed: Annotated[float, msgspec.Meta(ge=SPEEDS[0], le=SPEEDS[1])] = 1.0
+    speed: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] = 1.0
     memory: str | int | None = None
     node: str = ""
-    count: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
-class _File(_Declared, frozen=True, kw_only=True):
-    mesh: dict[str, ClusterAxis] | None = None
+class _File(_Table, frozen=True, kw_only=True):
+    mesh: dict[str, ClusterAxis] = {}
     flops_per_s: Annotated[float, msgspec.Meta(ge=0.0, lt=1e21)] = 0.0
-    workers: tuple[_Rows, ...] | None = None
+    workers: tuple[_Workers, ...] = ()
     links: ClusterLinks | None = None
 
 
@@ -73,14 +65,14 @@ class ClusterWorker:
         name: in a plan.
         number: its place in the file.
         speed: how many times as fast as this machine a process of it computes, with as many threads.
-        memory: bytes that it may hold; None for any number.
+        memory: bytes that it may hold.
         node: the name of the machine that it is on.
     """
 
     name: str
     number: int
     speed: float
-    memory: int | None = None
+    memory: float = math.inf
     node: str = ""
 
 
@@ -91,7 +83,7 @@ class Cluster:
     Args:
         mesh: its axes, by name.
         flops_per_s: of each worker of a mesh; 0: operations take what they take here.
-        workers: in the order of the file, where there is no mesh.
+        workers: where there is no mesh.
         links: of the nodes; None: messages take what they take here.
     """
 
@@ -110,27 +102,17 @@ class Cluster:
         """The most workers that are on one node."""
         return max(Counter([worker.node for worker in self.workers]).values())
 
-    def worker(self, name: str) -> ClusterWorker:
-        """The worker of this name."""
-        return next(worker for worker in self.workers if worker.name == name)
-
-    def limits(self, plan: Plan, each: int | None) -> list[int | None]:
-        """Bytes that each worker of a plan may hold: of this cluster, and of any worker."""
-        given = [(self.worker(worker.name).memory, each) for worker in plan.workers]
-        return [min([limit for limit in pair if limit is not None], default=None) for pair in given]
-
     def as_in(self, plan: Plan) -> Cluster:
         """The workers of a plan alone, in the order of its stages."""
+        known = {worker.name: worker for worker in self.workers}
         names = dict.fromkeys([name for stage in plan.stages for name in stage.workers])
-        return replace(self, workers=tuple([self.worker(name) for name in names]))
+        return replace(self, workers=tuple([known[name] for name in names]))
 
     @staticmethod
     def of(plan: Plan) -> Cluster | None:
         """The workers of a plan, in the order of its stages; None where all are alike."""
-        if len({worker.speed for worker in plan.workers}) == 1 == plan.workers[0].speed:
-            return None
         workers = [ClusterWorker(worker.name, number, worker.speed) for number, worker in enumerate(plan.workers)]
-        return Cluster(workers=tuple(workers)).as_in(plan)
+        return Cluster(workers=tuple(workers)).as_in(plan) if {own.speed for own in workers} != {1.0} else None
 
     @staticmethod
     def parse(text: str, where: str) -> Cluster:
@@ -147,44 +129,29 @@ class Cluster:
             found = msgspec.convert(tomllib.loads(text), _File)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise _refused(where, str(error)) from error
-        if (found.mesh is None) == (found.workers is None):
-            raise _refused(where, "both" if found.mesh is not None else "neither of the two")
-        if found.mesh is not None and (found.links is not None or not found.mesh):
-            raise _refused(where, "[links] with [mesh]" if found.mesh else "no axis")
-        if found.workers is not None and (found.flops_per_s or not found.workers):
-            raise _refused(where, "flops_per_s with [[workers]]" if found.workers else "no worker")
-        workers = tuple(_numbered(found.workers or (), where))
-        return Cluster(found.mesh or {}, found.flops_per_s, workers, found.links)
+        if bool(found.mesh) == bool(found.workers):
+            raise _refused(where, "an axis and a worker" if found.mesh else "no axis and no worker")
+        if found.links if found.mesh else found.flops_per_s:
+            raise _refused(where, "links beside mesh" if found.mesh else "flops_per_s beside workers")
+        every = enumerate([own for own in found.workers for _ in range(own.count)])
+        limits = {m: math.inf if m is None else parse_bytes(m, where) for m in [own.memory for own in found.workers]}
+        workers = [ClusterWorker(f"w{k}", k, own.speed, limits[own.memory], own.node) for k, own in every]
+        return Cluster(found.mesh, found.flops_per_s, tuple(workers), found.links)
 
 
 def read_cluster(path: Path, wanted: Literal["mesh", "workers"]) -> Cluster:
     """Read a file that declares a cluster.
 
     Raises:
-        PlanError: it cannot be read, or declares none, or another kind than is wanted.
+        PlanError: it cannot be read, or declares none, or not what is wanted.
     """
     try:
         cluster = Cluster.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise _refused(str(path), str(error)) from error
     if not getattr(cluster, wanted):
-        raise PlanError(
-            f"the cluster file {path}",
-            got="[[workers]]" if wanted == "mesh" else "[mesh]",
-            expected="[mesh], for --space all" if wanted == "mesh" else "[[workers]], for a plan that can be run",
-            remedy="Name another file, or leave --space all out." if wanted == "mesh" else "Give --space all with it.",
-        )
+        raise _refused(str(path), f"no {wanted}: a mesh is for --space all, [[workers]] are for plans that can be run")
     return cluster
-
-
-def _numbered(rows: Sequence[_Rows], where: str) -> Iterator[ClusterWorker]:
-    """The workers of all rows, the first of which is worker 0."""
-    every = [row for row in rows for _ in range(row.count)]
-    if len(every) > MOST:
-        raise _refused(where, f"{len(every)} workers, more than {MOST}")
-    for number, row in enumerate(every):
-        memory = None if row.memory is None else parse_bytes(row.memory, f"memory of a worker in {where}")
-        yield ClusterWorker(f"w{number}", number, row.speed, memory, row.node)
 
 
 def _refused(where: str, got: str) -> PlanError:
@@ -192,7 +159,7 @@ def _refused(where: str, got: str) -> PlanError:
         f"the cluster file {where}",
         got=got,
         expected="[mesh] with axes such as data = { size = 2, latency_s = 5e-6, bytes_per_s = 2e10 }, and perhaps "
-        'flops_per_s; or [[workers]] with speed = 0.5, and perhaps memory = "8GiB", node = "a" and count = 4, and '
-        "perhaps [links] with within and between, each of which has latency_s and bytes_per_s",
+        'flops_per_s; or [[workers]] with speed = 0.5, and perhaps memory = "8GiB", node = "a", count = 4, and perhaps '
+        "[links] with within and between, each of which has latency_s and bytes_per_s",
         remedy="Correct it.",
     )

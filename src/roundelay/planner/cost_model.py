@@ -115,15 +115,11 @@ class StageCosts:
         incoming, outgoing = self._across.get(start), self._across.get(stop)
         into = 0 if incoming is None else 1 + (incoming.first_back < stop)
         out = 0 if outgoing is None else 1 + (outgoing.last_back >= start)
-        sides = (into, self.bytes_in(start, stop)), (out, self.bytes_out(start, stop))
-        if away[0] == away[1]:
-            return self._messages_s(into + out, sides[0][1] + sides[1][1], away=away[0])
-        return sum([self._messages_s(*side, away=far) for side, far in zip(sides, away, strict=True)])
-
-    def _messages_s(self, count: int, num_bytes: int, *, away: bool) -> float:
-        own = self.parameters
-        latency_s, bytes_per_s = (away and own.between) or (own.latency_s, own.bytes_per_s)
-        return latency_s * count + num_bytes / (self.sample_micro_batches * bytes_per_s)
+        seconds, own, sizes = 0.0, self.parameters, (self.bytes_in(start, stop), self.bytes_out(start, stop))
+        for count, num_bytes, far in zip((into, out), sizes, away, strict=True):
+            latency_s, bytes_per_s = (far and own.between) or (own.latency_s, own.bytes_per_s)
+            seconds += latency_s * count + num_bytes / (self.sample_micro_batches * bytes_per_s)
+        return seconds
 
     def stage_s(self, start: int, stop: int, speed: float = 1.0, away: Away = NEAR) -> float:
         """Seconds of a stage per micro-batch on holders of a speed: computation and communication."""

@@ -75,7 +75,8 @@ def over_links(plan: Plan, cluster: Cluster | None) -> Plan:
     """
     if cluster is None or (links := cluster.links) is None:
         return plan
-    nodes = [[cluster.worker(name).node for name in stage.workers] for stage in plan.stages]
+    known = {worker.name: worker.node for worker in cluster.workers}
+    nodes = [[known[name] for name in stage.workers] for stage in plan.stages]
     pairs: Any = zip if plan.layout == PIPELINE else product
 
     def rates(groups: Iterable[Collection[str]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import final
 
 from roundelay.errors import CaptureError
 from roundelay.ir.graph import Graph, Op
+from roundelay.planner.cluster import ClusterWorker
 from roundelay.planner.cost_model import Away, Cuts, Seat, StageCosts, boundaries_of
 from roundelay.planner.kept_bytes import KeptBytes
 from roundelay.schedules import holders_of
@@ -52,13 +53,13 @@ class Holders:
     """Alike groups of workers, each of which may hold a stage.
 
     Args:
-        count: how many there are.
-        speed: of the slowest worker of each.
+        groups: the workers of each.
+        speed: of the slowest worker of a group.
         memory: bytes that each worker may hold.
-        nodes: of its workers, as far as links between nodes differ from others.
+        nodes: of the workers of a group, as far as links between nodes are others.
     """
 
-    count: int
+    groups: tuple[tuple[ClusterWorker, ...], ...]
     speed: float = 1.0
     memory: float = math.inf
     nodes: tuple[str, ...] = ()
@@ -81,13 +82,8 @@ class Seats:
     between: tuple[float, float] | None = None
 
     def fastest(self, num_stages: int) -> tuple[int, ...]:
-        """The kinds of the fastest holders, one for each stage."""
-        return tuple([i for i, kind in enumerate(self.kinds) for _ in range(kind.count)][:num_stages])
-
-    def powers(self, num_stages: int) -> list[float]:
-        """The speeds of the fastest holders together, from none to one for each stage."""
-        speeds = [self.kinds[i].speed for i in self.order or self.fastest(num_stages)]
-        return [*accumulate(sorted(speeds, reverse=True), initial=0.0)]
+        """The kinds of the stages, as given, or of the fastest holders."""
+        return self.order or tuple([i for i, kind in enumerate(self.kinds) for _ in kind.groups][:num_stages])
 
     def following(self, state: _State, stage: int, *, last: bool) -> Iterator[tuple[int, _State]]:
         """The kinds that may hold the next stage, each with the states that follow."""
@@ -100,11 +96,16 @@ class Seats:
             for out in (False, True) if elsewhere else (False,):
                 yield i, (rest, kind.nodes, out)
 
-    def seats(self, order: Sequence[int]) -> tuple[Seat, ...]:
+    def of_stages(self, order: Sequence[int]) -> tuple[Seat, ...]:
         """The seats of stages that are held by these kinds."""
         held = [self.kinds[i] for i in order]
         away = [False, *(one.nodes != other.nodes for one, other in pairwise(held)), False]
         return tuple([(kind.speed, own) for kind, own in zip(held, pairwise(away), strict=True)])
+
+
+def alike(num_stages: int) -> Seats:
+    """As many holders as stages, which do not differ."""
+    return Seats((Holders(((),) * num_stages),))
 
 
 _State = tuple[tuple[int, ...], tuple[str, ...], bool]
@@ -121,7 +122,7 @@ def best_cuts(costs: StageCosts, num_stages: int) -> Cuts:
     Raises:
         CaptureError: there are fewer than D pieces.
     """
-    return seated_cuts(costs, num_stages, Seats((Holders(num_stages),)))[0]
+    return seated_cuts(costs, num_stages, alike(num_stages))[0]
 
 
 def seated_cuts(costs: StageCosts, num_stages: int, seats: Seats) -> tuple[Cuts, tuple[int, ...]]:
@@ -156,9 +157,12 @@ def staggered_cuts(costs: StageCosts, kept: KeptBytes, num_stages: int, micro_ba
     Raises:
         CaptureError: there are fewer than S pieces.
     """
-    held, seats = [holders_of(k, num_stages, micro_batches) for k in range(num_stages)], Seats((Holders(num_stages),))
-    price = lambda k, start, stop: held[k] * kept.of_stage(start, stop)  # noqa: E731
-    return _cheapest(costs, num_stages, 1.0 + SLOWER, price, seats)[0]
+    held = [holders_of(k, num_stages, micro_batches) for k in range(num_stages)]
+
+    def price(stage: int, start: int, stop: int) -> int:
+        return held[stage] * kept.of_stage(start, stop)
+
+    return _cheapest(costs, num_stages, 1.0 + SLOWER, price, alike(num_stages))[0]
 
 
 def flops_cuts(graph: Graph, num_stages: int) -> Cuts:
@@ -252,9 +256,11 @@ def _cheapest(
     costs: StageCosts, num_stages: int, margin: float, price: StagePrice, seats: Seats
 ) -> tuple[Cuts, tuple[int, ...]]:
     """The cuts with the lowest price among those whose slowest stage takes at most ``margin`` times the best."""
-    if not seats.order and math.prod([kind.count + 1 for kind in seats.kinds]) > MOST_STATES:
+    if math.prod([len(kind.groups) + 1 for kind in seats.kinds]) > MOST_STATES:
         seats = replace(seats, order=seats.fastest(num_stages))
-    known = costs.slowest_s(*_known_cuts(costs, num_stages, seats)) * margin
+    usual = seats.of_stages(seats.fastest(num_stages))
+    shares = nearest_cuts(costs.boundaries, costs.work, num_stages, [speed for speed, _ in usual])
+    known = costs.slowest_s(shares, usual) * margin
     for own in (seats, replace(seats, held=None)):
         for bound in (known, math.inf):
             programme = _Programme(costs, num_stages, own, bound)
@@ -263,12 +269,6 @@ def _cheapest(
                 assert cheapest is not None, "the fastest is one"
                 return cheapest[1:]
     raise AssertionError("any cuts are some where nothing bounds them")
-
-
-def _known_cuts(costs: StageCosts, num_stages: int, seats: Seats) -> tuple[Cuts, tuple[Seat, ...]]:
-    """Some cuts: the fastest holders, with shares of the work as large as their speeds."""
-    own = seats.seats(seats.order or seats.fastest(num_stages))
-    return nearest_cuts(costs.boundaries, costs.work, num_stages, [speed for speed, _ in own]), own
 
 
 _Value = tuple[float, float, int, int, _State]
@@ -287,7 +287,7 @@ class _Programme:
 
     def least(self, limit: float, price: StagePrice) -> tuple[float, Cuts, tuple[int, ...]] | None:
         """The lowest price, then the fastest, where no stage is slower than ``limit``: seconds, cuts and kinds."""
-        start: _State = tuple([kind.count for kind in self._seats.kinds]), (), False
+        start: _State = tuple([len(kind.groups) for kind in self._seats.kinds]), (), False
         none: _Value = (math.inf, 0.0, 0, 0, start)
         unknown = [none] * (len(self._costs.boundaries) - 1)
         layers: list[dict[_State, list[_Value]]] = [{start: [(0.0, 0.0, 0, 0, start), *unknown]}]
@@ -348,7 +348,8 @@ def _feasible(costs: StageCosts, num_stages: int, seats: Seats, bound: float) ->
     For some k, all work before the boundary fits into k stages, and all work after it into the remaining ones.
     """
     work, last, most = costs.work, len(costs.boundaries) - 1, bound * (1.0 + 1e-9)
-    done, powers = [work[boundary] for boundary in costs.boundaries], seats.powers(num_stages)
+    done, speeds = [work[boundary] for boundary in costs.boundaries], seats.of_stages(seats.fastest(num_stages))
+    powers = [*accumulate(sorted([speed for speed, _ in speeds], reverse=True), initial=0.0)]
     inner = [
         i
         for i in range(1, last)

@@ -31,7 +31,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     for k, stage in enumerate(plan.stages):
         ops = [op for end in stage.segments if (op := graph.ops[graph.index(end)]).target != BOX] or [graph.ops[-1]]
         ends = ", ".join(f"{op.name} ({op.module or 'the model'}, {op.target})" for op in ops)
-        where = "" if owners == [(worker,) for worker in range(size)] else f", {_named_workers(owners[k])}"
+        plain = owners == [(worker,) for worker in range(size)] and all(own.speed == 1.0 for own in plan.workers)
+        where = "" if plain else f", {_named_workers(plan, owners[k])}"
         places = dict.fromkeys(plan.devices[worker] for worker in owners[k])
         where += "" if set(places) == {CPU} else f" on {', '.join(places)}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
@@ -77,8 +78,8 @@ def _exchanges(plan: Plan) -> list[str]:
     return lines
 
 
-def _named_workers(numbers: Sequence[int]) -> str:
-    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, numbers))
+def _named_workers(plan: Plan, numbers: Sequence[int]) -> str:
+    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(plan.told, numbers))
 
 
 def _loader(plan: Plan) -> str:

@@ -6,6 +6,8 @@ Sect. 2.3, Fig. 2). Here all that workers will hold is known from the plan: see 
 
 from __future__ import annotations
 
+import math
+
 from roundelay.errors import PlanError
 from roundelay.frontend import Captured
 from roundelay.ir.num_bytes import bytes_text, parse_bytes
@@ -13,7 +15,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.lower.partition import partition
 from roundelay.planner.cluster import Cluster
-from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
+from roundelay.planner.memory_model import MemoryEstimate, estimate_memory, limits_of
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.memory_report import optimizer_bytes
 from roundelay.schedules import PIPELINE
@@ -40,9 +42,9 @@ def check_memory(
     Raises:
         PlanError: naming the worker that holds most, and what; or the optimizer's state is not known.
     """
-    each = None if limit is None else parse_bytes(limit, "--memory-limit")
-    limits = [each] * plan.num_workers if cluster is None else cluster.limits(plan, each)
-    if limits.count(None) == len(limits):
+    each = math.inf if limit is None else parse_bytes(limit, "--memory-limit")
+    limits = limits_of(plan, each, cluster)
+    if min(limits) == math.inf:
         return
     lowered = for_plan(captured, plan)
     stages = partition(lowered.graph, [stage.segments for stage in plan.stages], plan.recompute)
@@ -55,10 +57,9 @@ def check_memory(
             remedy="Leave it out; `summary.json` of a run says what was held.",
         )
     estimates = estimate_memory(plan, of_optimizer)
-    beyond = [own.total - (own.total if most is None else most) for own, most in zip(estimates, limits, strict=True)]
-    worker = beyond.index(max(beyond))
-    largest, most = estimates[worker], limits[worker]
-    if beyond[worker] > 0 and most is not None:
+    pairs = enumerate(zip(estimates, limits, strict=True))
+    worker, (largest, most) = max(pairs, key=lambda pair: pair[1][0].total - pair[1][1])
+    if largest.total > most:
         raise PlanError(
             f"memory of worker {worker}, which runs " + _stages(plan, worker),
             got=f"{bytes_text(largest.total)} ({_items(largest)})",

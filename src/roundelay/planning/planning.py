@@ -25,7 +25,7 @@ from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
 from roundelay.planner.candidate import asked_of
-from roundelay.planner.cluster import Cluster
+from roundelay.planner.holder_choices import cluster_of
 from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.plan_options import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.prove_plan import prove, prove_checked
@@ -154,13 +154,7 @@ def with_warnings(planned: Planned, stacklevel: int) -> Planned:
 
 
 def plan_with_reasons(
-    job: Job,
-    choices: Choices,
-    *,
-    seed: int = 0,
-    captured: Captured | None = None,
-    tell: OnWait = ignore_wait,
-    cluster: Cluster | None = None,
+    job: Job, choices: Choices, *, seed: int = 0, captured: Captured | None = None, tell: OnWait = ignore_wait
 ) -> Planned:
     """As :func:`plan`, with the reasons for its choices.
 
@@ -170,15 +164,14 @@ def plan_with_reasons(
         seed: of the sample batch.
         captured: the job's model if it has been captured already.
         tell: called when waiting for the loader takes long.
-        cluster: the workers, if they are declared.
     """
     check_here(choices)
     choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S))
     deadline_s = choices.deadline_s or DEADLINE_S
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
-    asked = asked_of(captured.graph, choices, replace(hardware_here(), cluster=cluster))
+    asked = asked_of(captured.graph, choices, replace(hardware_here(), cluster=cluster_of(choices)))
     request = PlanRequest(Examined(job, captured, seed, tell), asked)
-    if asked.cut is None and cluster is None and workers_are_open(asked.given):
+    if asked.cut is None and workers_are_open(asked.given):
         return plan_one_or_two_workers(request)
     return measured_plan(request, request.drafted(choices.workers))
 

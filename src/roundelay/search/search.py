@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from roundelay.errors import PlanError, RoundelayError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.planner.machine_profile import MachineProfile
-from roundelay.planner.memory_model import estimate_memory
+from roundelay.planner.memory_model import estimate_memory, limits_of
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import Priced, priced
@@ -40,16 +41,15 @@ class Task:
     memory: int | None = None
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict, hash=False)
 
-    def limits(self, plan: Plan) -> list[int | None]:
+    def limits(self, plan: Plan) -> list[float]:
         """Bytes that each worker of a plan may hold."""
-        cluster = self.machine.cluster
-        return [self.memory] * plan.num_workers if cluster is None else cluster.limits(plan, self.memory)
+        return limits_of(plan, math.inf if self.memory is None else self.memory, self.machine.cluster)
 
     @property
     def is_limited(self) -> bool:
-        """Whether any worker may hold so many bytes only."""
+        """Whether some worker may hold so many bytes only."""
         cluster = self.machine.cluster
-        return self.memory is not None or (cluster is not None and any(own.memory for own in cluster.workers))
+        return self.memory is not None or (cluster is not None and min(w.memory for w in cluster.workers) < math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Tried:
     choices: Choices
     priced: Priced
     memory: int | None
-    lacking: int = 0
+    lacking: float = 0.0
 
     @property
     def batch_s(self) -> float:
@@ -167,9 +167,9 @@ def tried(task: Task, choices: Choices) -> Tried:
         raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
     if not task.is_limited or made.state_bytes is None:
         return Tried(choices, made, None)
-    totals, limits = [own.total for own in estimate_memory(made.plan, made.state_bytes)], task.limits(made.plan)
-    beyond = [total - limit for total, limit in zip(totals, limits, strict=True) if limit is not None]
-    return Tried(choices, made, max(totals), max([0, *beyond]))
+    totals = [own.total for own in estimate_memory(made.plan, made.state_bytes)]
+    beyond = [total - limit for total, limit in zip(totals, task.limits(made.plan), strict=True)]
+    return Tried(choices, made, max(totals), max(0.0, *beyond))
 
 
 def _why(error: RoundelayError) -> str:
@@ -185,7 +185,7 @@ def _nothing(task: Task, refused: Mapping[str, int], smallest: Tried | None) -> 
             expected="a plan of this model",
             remedy="Give less of it, or more --workers.",
         )
-    limits = dict.fromkeys([bytes_text(own) for own in task.limits(smallest.priced.plan) if own is not None])
+    limits = dict.fromkeys([bytes_text(own) for own in task.limits(smallest.priced.plan) if own < math.inf])
     lacking = bytes_text(smallest.lacking)
     return PlanError(
         "the search",
