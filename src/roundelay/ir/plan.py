@@ -304,9 +304,9 @@ class Plan:
         return tuple(worker.device for worker in self.workers)
 
     def told(self, worker: int) -> str:
-        """A worker's number, with its speed where that is not 1."""
-        speed = self.workers[worker].speed
-        return str(worker) if speed == 1.0 else f"{worker} (speed {speed:g})"
+        """A worker's number; its name and speed where that is not 1."""
+        own = self.workers[worker]
+        return str(worker) if own.speed == 1.0 else f"{own.name} (speed {own.speed:g})"
 
     def device_of(self, stage: int) -> str:
         """Where a stage of the first replica computes."""

@@ -86,7 +86,8 @@ def _loader(plan: Plan) -> str:
     """Describe the loader's seconds, with a warning if it limits the rate."""
     again = plan.backward == "recompute"
     slowest = max(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
-    line = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by a thread of worker 0 while the stages compute"
+    who = f"a thread of worker {plan.worker_of(0)}"
+    line = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by {who} while the stages compute"
     if plan.read_s <= slowest:
         return line
     passes = f"{slowest * 1e3:.3g} ms (forward_s + backward_s)"
