@@ -38,6 +38,25 @@ def test_the_seconds_of_two_holders_are_those_of_all(job: tuple[Plan, list[int]]
 
 
 @FEW
+@given(JOBS, st.lists(st.sampled_from([0.25, 1.0, 2.0]), min_size=16, max_size=16), st.booleans())
+def test_the_seconds_are_those_of_unequal_workers_too(
+    job: tuple[Plan, list[int]], speeds: list[float], by_stage: bool
+) -> None:
+    """Two holders stand for all where the holders of a stage are equally fast; else all are simulated."""
+    plan, headers = job[0], stream(job[1])
+    first = {worker: stages[0] for worker, stages in enumerate(plan.worker_stages)}
+    own = [speeds[first[k] if by_stage else k % 16] for k in range(plan.num_workers)]
+    edges = tuple(replace(edge, latency_s=0.3, bytes_per_s=3.0) for edge in plan.edges[1:])
+    workers = tuple(replace(worker, speed=speed) for worker, speed in zip(plan.workers, own, strict=True))
+    plan = replace(plan, workers=workers, edges=plan.edges[:1] + edges)
+    assert makespan_s(plan, headers) == simulate(plan, emit(read(plan)), headers).makespan_s
+    if by_stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(makespan, "simulate")
+            makespan_s(plan, headers)
+
+
+@FEW
 @given(JOBS)
 def test_no_plan_without_norms_is_simulated_in_full(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
