@@ -93,7 +93,9 @@ def test_less_memory_forces_a_smaller_stage_and_none_that_fits_is_told(transform
     assert held(tight)["w0"] <= limit < held(tight)["w1"]
     assert tight.lacking == 0
     small = hardware((1.0, 2000.0, ""), (1.0, 1000.0, ""))
-    with pytest.raises(PlanError, match=r"at most 2.0 KiB or 1000 B on each, by the cluster file.*Smallest fix: ") as no:
+    with pytest.raises(
+        PlanError, match=r"at most 2.0 KiB or 1000 B on each, by the cluster file.*Smallest fix: "
+    ) as no:
         search(Task(transformer, small, 2), [PIPELINE])
     assert no.value.exit_code == 2
 
@@ -148,12 +150,15 @@ def latencies(plan: Plan) -> Sequence[float]:
 
 def test_links_stand_in_the_plan_and_stages_cross_the_slow_one_once(facts: ModelFacts) -> None:
     own = replace(PIPELINE, workers=4, transport="gloo")
-    plan = priced(facts, own, nodes("a", "b", "a", "b")).plan
+    speeds_on = zip((1.0, 0.9, 0.8, 0.7), "aabb", strict=True)
+    pairs = hardware(*[(speed, float("inf"), name) for speed, name in speeds_on], links=LINKS)
+    plan = priced(facts, own, pairs).plan
     assert sorted(latencies(plan)) == [1e-6, 1e-6, 0.5]
     assert (plan.latency_s, plan.bytes_per_s) == (0.5, 1e6)
     given = priced(facts, replace(own, cuts="equal"), nodes("a", "b", "a", "b")).plan
     assert latencies(given) == [0.5, 0.5, 0.5]
-    assert latencies(priced(facts, replace(PIPELINE, workers=2), nodes("a", "b", "a", "b")).plan) == [1e-6]
+    near = hardware(*[(speed, float("inf"), name) for speed, name in ((1.0, "a"), (0.5, "a"), (1.0, "b"))], links=LINKS)
+    assert latencies(priced(facts, PIPELINE, near).plan) == [1e-6], "a slower worker is nearer"
 
 
 def test_an_exchange_takes_what_its_slowest_link_takes(facts: ModelFacts) -> None:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import final
 
 from roundelay.errors import CaptureError
@@ -40,6 +40,9 @@ SLOWER = 0.1
 
 MOST_STATES = 1024
 """Of so many ways to leave holders the order is searched; where there are more, the fastest come first."""
+
+CROSSING = 1 << 60
+"""Price of an edge between two nodes: more than that of any bytes."""
 
 StagePrice = Callable[[int, int, int], int]
 """From the number of a stage and where it starts and stops to its price, or its bytes."""
@@ -260,15 +263,10 @@ def _cheapest(
         seats = replace(seats, order=seats.fastest(num_stages))
     usual = seats.of_stages(seats.fastest(num_stages))
     shares = nearest_cuts(costs.boundaries, costs.work, num_stages, [speed for speed, _ in usual])
-    known = costs.slowest_s(shares, usual) * margin
-    for own in (seats, replace(seats, held=None)):
-        for bound in (known, math.inf):
-            programme = _Programme(costs, num_stages, own, bound)
-            if (fastest := programme.least(math.inf, lambda *_: 0)) is not None:
-                cheapest = programme.least(fastest[0] * margin, price)
-                assert cheapest is not None, "the fastest is one"
-                return cheapest[1:]
-    raise AssertionError("any cuts are some where nothing bounds them")
+    tries = product((seats, replace(seats, held=None)), (costs.slowest_s(shares, usual) * margin, math.inf))
+    found = ((one, one.least(math.inf)) for one in (_Programme(costs, num_stages, *each) for each in tries))
+    programme, (slowest_s, *_) = next(pair for pair in found if pair[1][0] < math.inf)
+    return programme.least(slowest_s * margin, price)[1:]
 
 
 _Value = tuple[float, float, int, int, _State]
@@ -285,39 +283,38 @@ class _Programme:
         self._feasible = _feasible(costs, num_stages, seats, bound)
         self._stages = cache(self._stages_by_end)
 
-    def least(self, limit: float, price: StagePrice) -> tuple[float, Cuts, tuple[int, ...]] | None:
-        """The lowest price, then the fastest, where no stage is slower than ``limit``: seconds, cuts and kinds."""
+    def least(self, limit: float, price: StagePrice | None = None) -> tuple[float, Cuts, tuple[int, ...]]:
+        """The fewest crossings, the lowest price, then the fastest, where no stage is slower than ``limit``.
+
+        Returns the slowest stage's seconds, infinite where there is none, the cuts and the kinds.
+        """
         start: _State = tuple([len(kind.groups) for kind in self._seats.kinds]), (), False
-        none: _Value = (math.inf, 0.0, 0, 0, start)
+        none: _Value = (math.inf, math.inf, 0, 0, start)
         unknown = [none] * (len(self._costs.boundaries) - 1)
-        layers: list[dict[_State, list[_Value]]] = [{start: [(0.0, 0.0, 0, 0, start), *unknown]}]
+        layers: list[dict[_State, list[_Value]]] = [{start: [(0, 0.0, 0, 0, start), *unknown]}]
         for k in range(self._num_stages):
             layers.append({})
             for state, values in layers[-2].items():
                 for kind, after in self._seats.following(state, k, last=k == self._num_stages - 1):
                     ends = layers[-1].setdefault(after, [none, *unknown])
-                    self._extend(ends, values, (k, kind, state, after[2]), limit, price)
+                    for j, value in self._reached(values, (k, kind, state, after[2]), limit, price):
+                        ends[j] = min(ends[j], value)
         best, state = min([(values[-1], state) for state, values in layers[-1].items()], default=(none, start))
-        return None if best[0] == math.inf else (best[1], *self._traced(layers, state))
+        return best[1], *(self._traced(layers, state) if best[1] < math.inf else ((), ()))
 
-    def _extend(
-        self,
-        ends: list[_Value],
-        values: Sequence[_Value],
-        step: tuple[int, int, _State, bool],
-        limit: float,
-        price: StagePrice,
-    ) -> None:
-        """Reach the ends of a stage on holders of one kind from where the stages before it end."""
+    def _reached(
+        self, values: Sequence[_Value], step: tuple[int, int, _State, bool], limit: float, price: StagePrice | None
+    ) -> Iterator[tuple[int, _Value]]:
+        """Where a stage on holders of one kind ends that starts where the stages before it end."""
         k, kind, state, away = step
         at, held, own = self._costs.boundaries, self._seats.held, self._seats.kinds[kind]
-        limited = held if own.memory < math.inf else None
         for j, ending in enumerate(self._stages(own.speed, (state[2], away))):
             for i, seconds in ending:
                 spent, slowest, *_ = values[i]
-                if seconds > limit or spent == math.inf or (limited and limited(k, at[i], at[j]) > own.memory):
+                if seconds > limit or slowest == math.inf or (held and held(k, at[i], at[j]) > own.memory):
                     continue
-                ends[j] = min(ends[j], (spent + price(k, at[i], at[j]), max(slowest, seconds), i, kind, state))
+                cost = 0 if price is None else price(k, at[i], at[j]) + CROSSING * state[2]
+                yield j, (spent + cost, max(slowest, seconds), i, kind, state)
 
     def _traced(self, layers: Sequence[dict[_State, list[_Value]]], state: _State) -> tuple[Cuts, tuple[int, ...]]:
         """The cuts and kinds that lead to the last boundary and a state."""
