@@ -117,3 +117,12 @@ def test_of_too_many_orders_the_fastest_come_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(partition_dp, "MOST_STATES", 3)
     seats = Seats((Holders(((), ()), 1.0), Holders(((),), 0.5)))
     assert seated_cuts(chain([1.0] * 10).prices, 3, seats)[1] == (0, 0, 1)
+
+
+def test_of_cuts_alike_those_cross_nodes_least() -> None:
+    """Also where the fewest bytes are sent with a worker between two of another node."""
+    sizes = [100] * 12
+    sizes[2] = sizes[8] = 1
+    seats = Seats((Holders(((),), 2.0, math.inf, ("b",)), Holders(((), ()), 1.0, math.inf, ("a",))))
+    cuts, order = seated_cuts(chain([1.0] * 12, sizes).prices, 3, seats)
+    assert (order, cuts[1:-1]) in {((0, 1, 1), (6, 9)), ((1, 1, 0), (3, 6))}
