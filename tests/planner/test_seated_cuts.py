@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from roundelay.planner import partition_dp
 from roundelay.planner.cost_model import Cuts
-from roundelay.planner.partition_dp import TIE, Holders, Seats, alike, best_cuts, seated_cuts
+from roundelay.planner.partition_dp import TIE, Holders, Seats, best_cuts
 from tests.planner.test_partition_dp import Setting, chain, every_cut, settings
 
 KINDS = st.builds(
@@ -75,7 +75,7 @@ def test_no_order_and_no_cuts_are_better(
     pairs = [*itertools.product(cuts, every_order(seats, num_stages))]
     known = [pair for pair in pairs if fits(seats, *pair)] or pairs
     times = [seconds(setting, seats, *pair) for pair in known]
-    chosen = seated_cuts(setting.prices, num_stages, seats)
+    chosen = best_cuts(setting.prices, num_stages, seats)
     assert chosen in known
     assert max(chosen[1].count(i) - len(kind.groups) for i, kind in enumerate(seats.kinds)) <= 0 or fixed
     limit = min(times) * (1 + TIE)
@@ -92,31 +92,32 @@ def test_no_order_and_no_cuts_are_better(
 def test_shares_are_as_large_as_the_speeds() -> None:
     setting = chain([1.0] * 12)
     seats = Seats((Holders(((),), 1.0), Holders(((),), 0.5)))
-    cuts, order = seated_cuts(setting.prices, 2, seats)
+    cuts, order = best_cuts(setting.prices, 2, seats)
     sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
     assert abs(dict(zip(order, sizes, strict=True))[0] - 8) <= 1, "two of three parts, of 12 operations and the loss"
-    assert best_cuts(setting.prices, 3) == seated_cuts(setting.prices, 3, alike(3))[0]
+    same = Seats((Holders(((),) * 3),))
+    assert best_cuts(setting.prices, 3) == best_cuts(setting.prices, 3, same)
 
 
 def test_a_slow_worker_is_left_out_where_a_fast_one_is_left() -> None:
     seats = Seats((Holders(((), ()), 1.0), Holders(((), ()), 0.1)))
-    assert seated_cuts(chain([1.0] * 8).prices, 2, seats)[1] == (0, 0)
+    assert best_cuts(chain([1.0] * 8).prices, 2, seats)[1] == (0, 0)
 
 
 def test_a_small_memory_makes_a_small_stage_and_none_that_is_too_small_keeps_it_from_being_told() -> None:
     setting = chain([1.0] * 8)
     small = Holders(((),), 1.0, 24.0)
-    cuts, order = seated_cuts(setting.prices, 2, Seats((small, Holders(((),), 1.0)), held=held))
+    cuts, order = best_cuts(setting.prices, 2, Seats((small, Holders(((),), 1.0)), held=held))
     k = order.index(0)
     assert held(k, *cuts[k : k + 2]) <= 24.0 < held(k, 0, cuts[1] + 1)
     none = Seats((replace(small, groups=((), ())),), held=held)
-    assert seated_cuts(setting.prices, 2, none)[0] == best_cuts(setting.prices, 2)
+    assert best_cuts(setting.prices, 2, none) == best_cuts(setting.prices, 2)
 
 
 def test_of_too_many_orders_the_fastest_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition_dp, "MOST_STATES", 3)
     seats = Seats((Holders(((), ()), 1.0), Holders(((),), 0.5)))
-    assert seated_cuts(chain([1.0] * 10).prices, 3, seats)[1] == (0, 0, 1)
+    assert best_cuts(chain([1.0] * 10).prices, 3, seats)[1] == (0, 0, 1)
 
 
 def test_of_cuts_alike_those_cross_nodes_least() -> None:
@@ -124,5 +125,5 @@ def test_of_cuts_alike_those_cross_nodes_least() -> None:
     sizes = [100] * 12
     sizes[2] = sizes[8] = 1
     seats = Seats((Holders(((),), 2.0, math.inf, ("b",)), Holders(((), ()), 1.0, math.inf, ("a",))))
-    cuts, order = seated_cuts(chain([1.0] * 12, sizes).prices, 3, seats)
+    cuts, order = best_cuts(chain([1.0] * 12, sizes).prices, 3, seats)
     assert (order, cuts[1:-1]) in {((0, 1, 1), (6, 9)), ((1, 1, 0), (3, 6))}

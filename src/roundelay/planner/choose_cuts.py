@@ -20,11 +20,10 @@ from roundelay.planner.kept_bytes import kept_bytes
 from roundelay.planner.partition_dp import (
     Seats,
     StagePrice,
-    alike,
+    best_cuts,
     equal_cuts,
     flops_cuts,
     names_of,
-    seated_cuts,
     staggered_cuts,
 )
 from roundelay.planner.plan_options import CutRequest
@@ -113,20 +112,21 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int, seats: Seats
         by_flops = flops_cuts(graph, num_stages)
         return _as_stages(names_of(graph, by_flops), tuple(cut_reasons.equal_flops(graph, by_flops)))
     apart = not _on_one_worker(draft)
-    own = alike(num_stages) if seats is None else seats
     terms = CostParameters(
         again=recomputed_positions(graph, draft),
         micro_batches=draft.batch_parts,
         latency_s=draft.latency_s if apart else 0.0,
         bytes_per_s=draft.bytes_per_s if apart else math.inf,
-        between=own.between,
+        between=None if seats is None else seats.between,
     )
     if request == ROOFLINE:
         predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
-        return _fastest(source, draft, (predicted, "predicted with fixed constants (roofline)"), terms, num_stages, own)
+        return _fastest(
+            source, draft, (predicted, "predicted with fixed constants (roofline)"), terms, num_stages, seats
+        )
     profile, how = source.profile(draft)
     if request == MEASURED:
-        return _fastest(source, draft, (profile, how), terms, num_stages, own)
+        return _fastest(source, draft, (profile, how), terms, num_stages, seats)
     return _fewest_bytes(source, draft, stage_costs(graph, profile, terms), num_stages, how)
 
 
@@ -137,26 +137,21 @@ def _on_one_worker(draft: Plan) -> bool:
 
 
 def _fastest(
-    source: Source,
-    draft: Plan,
-    profiled: tuple[Profile, str],
-    terms: CostParameters,
-    num_stages: int,
-    seats: Seats,
+    source: Source, draft: Plan, by: tuple[Profile, str], terms: CostParameters, num_stages: int, seats: Seats | None
 ) -> Cut:
-    graph, (profile, how) = source.graph, profiled
+    graph, (profile, how) = source.graph, by
 
     def made() -> Cut:
-        costs = stage_costs(graph, profile, terms)
-        limited = any(kind.memory < math.inf for kind in seats.kinds) and not (seats.order or draft.states)
-        counted = limited and draft.mesh_size == 1  # else whether it fits is known when it is priced
-        own = replace(seats, held=held_by_stage(source, draft, costs, num_stages)) if counted else seats
-        chosen, kinds = seated_cuts(costs, num_stages, own)
-        reasons = cut_reasons.fastest(graph, costs, chosen, seats.of_stages(kinds))
+        costs, own = stage_costs(graph, profile, terms), seats
+        # of what is divided among holders, and of several stages on one, it is known when they are priced
+        if seats and seats.limited and not (seats.order or draft.states or draft.mesh_size > 1):
+            own = replace(seats, held=held_by_stage(source, draft, costs, num_stages))
+        chosen, kinds = best_cuts(costs, num_stages, own)
+        reasons = cut_reasons.fastest(graph, costs, chosen, seats.of_stages(kinds) if seats else ())
         return replace(_as_stages(names_of(graph, chosen), (f"cuts: {how}", *reasons)), kinds=kinds)
 
-    by = draft.rule, draft.micro_batches, draft.mesh_size, bool(draft.states)
-    return source.memo.of(("fastest", profile, terms, num_stages, how, seats, by), made)
+    key = draft.rule, draft.micro_batches, draft.mesh_size, bool(draft.states)
+    return source.memo.of(("fastest", profile, terms, num_stages, how, seats, seats and key), made)
 
 
 def held_by_stage(source: Source, draft: Plan, costs: StageCosts, num_stages: int) -> StagePrice:

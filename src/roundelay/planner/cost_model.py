@@ -27,15 +27,10 @@ Cuts = tuple[int, ...]
 """Boundaries of the stages: 0, then the start of each further stage, then n + 1."""
 
 
-Away = tuple[bool, bool]
-"""Whether what comes before a stage, and what comes after it, is on another node."""
+Seat = tuple[float, tuple[bool, bool]]
+"""The speed of a stage's holders, and whether what is before them, and what is behind them, is on another node."""
 
-NEAR: Away = (False, False)
-
-Seat = tuple[float, Away]
-"""The speed of a stage's holders, and where their neighbours are."""
-
-ALIKE: Seat = (1.0, NEAR)
+ALIKE: Seat = 1.0, (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +105,7 @@ class StageCosts:
         across = self._across.get(stop)
         return across.bytes_by_source[-1] - across.bytes_by_source[bisect_left(across.sources, start)] if across else 0
 
-    def communication_s(self, start: int, stop: int, away: Away = NEAR) -> float:
+    def communication_s(self, start: int, stop: int, away: tuple[bool, bool] = ALIKE[1]) -> float:
         """Seconds of messages per micro-batch: activations and gradients, in and out."""
         incoming, outgoing = self._across.get(start), self._across.get(stop)
         into = 0 if incoming is None else 1 + (incoming.first_back < stop)
@@ -121,14 +116,14 @@ class StageCosts:
             seconds += latency_s * count + num_bytes / (self.sample_micro_batches * bytes_per_s)
         return seconds
 
-    def stage_s(self, start: int, stop: int, speed: float = 1.0, away: Away = NEAR) -> float:
-        """Seconds of a stage per micro-batch on holders of a speed: computation and communication."""
-        return self.compute_s(start, stop) / speed + self.communication_s(start, stop, away)
+    def stage_s(self, start: int, stop: int, seat: Seat = ALIKE) -> float:
+        """Seconds of a stage per micro-batch: computation and communication."""
+        return self.compute_s(start, stop) / seat[0] + self.communication_s(start, stop, seat[1])
 
     def slowest_s(self, cuts: Cuts, seats: Sequence[Seat] = ()) -> float:
         """Seconds per micro-batch of the slowest stage of these cuts, in these seats or all alike."""
         pairs = zip(pairwise(cuts), seats or [ALIKE] * (len(cuts) - 1), strict=True)
-        return max(self.stage_s(start, stop, *seat) for (start, stop), seat in pairs)
+        return max(self.stage_s(*ends, seat) for ends, seat in pairs)
 
 
 def boundaries_of(graph: Graph) -> Cuts:

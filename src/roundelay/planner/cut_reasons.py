@@ -29,7 +29,7 @@ def fastest(graph: Graph, costs: StageCosts, chosen: Cuts, seats: Sequence[Seat]
 
 def _times(costs: StageCosts, chosen: Cuts, seats: Sequence[Seat] = ()) -> Iterator[str]:
     pairs = [*zip(pairwise(chosen), seats or [ALIKE] * (len(chosen) - 1), strict=True)]
-    seconds = [costs.stage_s(*ends, *seat) for ends, seat in pairs]
+    seconds = [costs.stage_s(*ends, seat) for ends, seat in pairs]
     for k, (ends, (speed, away)) in enumerate(pairs):
         compute, talk = costs.compute_s(*ends) / speed * 1e3, costs.communication_s(*ends, away) * 1e3
         slowest = ", the slowest" if seconds[k] == max(seconds) else ""

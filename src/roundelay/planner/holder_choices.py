@@ -75,11 +75,7 @@ def signatures_of(choices: Choices) -> GivenSignatures | None:
 
 
 def cluster_of(choices: Choices) -> Cluster | None:
-    """The workers that are declared, or stand in the file that is given.
-
-    Raises:
-        PlanError: it declares none.
-    """
+    """The workers that are declared, or stand in the file that is given; raises as :func:`read_cluster`."""
     own = choices.cluster
     return own if own is None or isinstance(own, Cluster) else read_cluster(Path(own), "workers")
 

@@ -28,7 +28,7 @@ from typing import final
 from roundelay.errors import CaptureError
 from roundelay.ir.graph import Graph, Op
 from roundelay.planner.cluster import ClusterWorker
-from roundelay.planner.cost_model import Away, Cuts, Seat, StageCosts, boundaries_of
+from roundelay.planner.cost_model import Cuts, Seat, StageCosts, boundaries_of
 from roundelay.planner.kept_bytes import KeptBytes
 from roundelay.schedules import holders_of
 
@@ -57,9 +57,9 @@ class Holders:
 
     Args:
         groups: the workers of each.
-        speed: of the slowest worker of a group.
+        speed: of the slowest one.
         memory: bytes that each worker may hold.
-        nodes: of the workers of a group, as far as links between nodes are others.
+        nodes: of the workers of a group, where links between nodes are others.
     """
 
     groups: tuple[tuple[ClusterWorker, ...], ...]
@@ -88,6 +88,11 @@ class Seats:
         """The kinds of the stages, as given, or of the fastest holders."""
         return self.order or tuple([i for i, kind in enumerate(self.kinds) for _ in kind.groups][:num_stages])
 
+    @property
+    def limited(self) -> bool:
+        """Whether the memory of some may not be enough."""
+        return min(kind.memory for kind in self.kinds) < math.inf
+
     def following(self, state: _State, stage: int, *, last: bool) -> Iterator[tuple[int, _State]]:
         """The kinds that may hold the next stage, each with the states that follow."""
         left, before, away = state
@@ -106,35 +111,17 @@ class Seats:
         return tuple([(kind.speed, own) for kind, own in zip(held, pairwise(away), strict=True)])
 
 
-def alike(num_stages: int) -> Seats:
-    """As many holders as stages, which do not differ."""
-    return Seats((Holders(((),) * num_stages),))
-
-
 _State = tuple[tuple[int, ...], tuple[str, ...], bool]
 """How many holders of each kind are left, the nodes of the last stage's, and whether the next stage is elsewhere."""
 
 
-def best_cuts(costs: StageCosts, num_stages: int) -> Cuts:
-    """Return the cuts with the fastest slowest stage.
+def best_cuts(costs: StageCosts, num_stages: int, seats: Seats | None = None) -> tuple[Cuts, tuple[int, ...]]:
+    """Return the cuts with the fastest slowest stage, and for each stage the kind that has it.
 
     Args:
         costs: costs of all stages.
         num_stages: D.
-
-    Raises:
-        CaptureError: there are fewer than D pieces.
-    """
-    return seated_cuts(costs, num_stages, alike(num_stages))[0]
-
-
-def seated_cuts(costs: StageCosts, num_stages: int, seats: Seats) -> tuple[Cuts, tuple[int, ...]]:
-    """The same on holders that differ, and for each stage the kind that has it; without memory where nothing fits.
-
-    Args:
-        costs: costs of all stages.
-        num_stages: D.
-        seats: what may hold them, D or more.
+        seats: D or more; None: all alike. Where nothing fits their memory it is left out of account.
 
     Raises:
         CaptureError: there are fewer than D pieces.
@@ -161,11 +148,8 @@ def staggered_cuts(costs: StageCosts, kept: KeptBytes, num_stages: int, micro_ba
         CaptureError: there are fewer than S pieces.
     """
     held = [holders_of(k, num_stages, micro_batches) for k in range(num_stages)]
-
-    def price(stage: int, start: int, stop: int) -> int:
-        return held[stage] * kept.of_stage(start, stop)
-
-    return _cheapest(costs, num_stages, 1.0 + SLOWER, price, alike(num_stages))[0]
+    cuts, _ = _cheapest(costs, num_stages, 1.0 + SLOWER, lambda k, *ends: held[k] * kept.of_stage(*ends))
+    return cuts
 
 
 def flops_cuts(graph: Graph, num_stages: int) -> Cuts:
@@ -217,10 +201,8 @@ def equal_cuts(graph: Graph, num_stages: int) -> Cuts:
     return nearest_cuts(boundaries_of(graph), (*map(float, range(end)), end - 1.0), num_stages)
 
 
-def nearest_cuts(
-    boundaries: Sequence[int], amount: Sequence[float], num_stages: int, shares: Sequence[float] = ()
-) -> Cuts:
-    """Return the cuts nearest to equal parts of a cumulative amount, or to shares, chosen from left to right.
+def nearest_cuts(boundaries: Sequence[int], amount: Sequence[float], num_stages: int) -> Cuts:
+    """Return the cuts nearest to equal parts of a cumulative amount, chosen from left to right.
 
     Every stage has at least one piece.
 
@@ -228,12 +210,10 @@ def nearest_cuts(
         boundaries: where stages may begin and end.
         amount: entry i is the amount before operation i, for i from 0 to n + 1.
         num_stages: D.
-        shares: of the stages, in any unit.
 
     Raises:
         CaptureError: there are fewer than D pieces.
     """
-    before = [*accumulate(shares or [1.0] * num_stages, initial=0.0)]
     pieces = len(boundaries) - 1
     if pieces < num_stages:
         raise CaptureError(
@@ -244,7 +224,7 @@ def nearest_cuts(
         )
     chosen = [0]
     for k in range(1, num_stages):
-        ideal = amount[boundaries[-1]] * before[k] / before[-1]
+        ideal = amount[boundaries[-1]] * k / num_stages
         free = range(chosen[-1] + 1, pieces - (num_stages - k) + 1)
         chosen.append(min(free, key=lambda i: abs(amount[boundaries[i]] - ideal)))
     return (*(boundaries[i] for i in chosen), boundaries[-1])
@@ -256,14 +236,15 @@ def names_of(graph: Graph, cuts: Cuts) -> tuple[str, ...]:
 
 
 def _cheapest(
-    costs: StageCosts, num_stages: int, margin: float, price: StagePrice, seats: Seats
+    costs: StageCosts, num_stages: int, margin: float, price: StagePrice, given: Seats | None = None
 ) -> tuple[Cuts, tuple[int, ...]]:
     """The cuts with the lowest price among those whose slowest stage takes at most ``margin`` times the best."""
+    seats = given or Seats((Holders(((),) * num_stages),))
     if math.prod([len(kind.groups) + 1 for kind in seats.kinds]) > MOST_STATES:
         seats = replace(seats, order=seats.fastest(num_stages))
-    usual = seats.of_stages(seats.fastest(num_stages))
-    shares = nearest_cuts(costs.boundaries, costs.work, num_stages, [speed for speed, _ in usual])
-    tries = product((seats, replace(seats, held=None)), (costs.slowest_s(shares, usual) * margin, math.inf))
+    slowest: Seat = min([seats.kinds[i].speed for i in seats.fastest(num_stages)]), (True, True)
+    known = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages), [slowest] * num_stages) * margin
+    tries = product((seats, replace(seats, held=None)), (known, math.inf))
     found = ((one, one.least(math.inf)) for one in (_Programme(costs, num_stages, *each) for each in tries))
     programme, (slowest_s, *_) = next(pair for pair in found if pair[1][0] < math.inf)
     return programme.least(slowest_s * margin, price)[1:]
@@ -280,7 +261,6 @@ class _Programme:
 
     def __init__(self, costs: StageCosts, num_stages: int, seats: Seats, bound: float) -> None:
         self._costs, self._num_stages, self._seats, self._bound = costs, num_stages, seats, bound
-        self._feasible = _feasible(costs, num_stages, seats, bound)
         self._stages = cache(self._stages_by_end)
 
     def least(self, limit: float, price: StagePrice | None = None) -> tuple[float, Cuts, tuple[int, ...]]:
@@ -308,7 +288,7 @@ class _Programme:
         """Where a stage on holders of one kind ends that starts where the stages before it end."""
         k, kind, state, away = step
         at, held, own = self._costs.boundaries, self._seats.held, self._seats.kinds[kind]
-        for j, ending in enumerate(self._stages(own.speed, (state[2], away))):
+        for j, ending in enumerate(self._stages((own.speed, (state[2], away)))):
             for i, seconds in ending:
                 spent, slowest, *_ = values[i]
                 if seconds > limit or slowest == math.inf or (held and held(k, at[i], at[j]) > own.memory):
@@ -325,15 +305,15 @@ class _Programme:
             kinds.append(kind)
         return tuple([self._costs.boundaries[i] for i in reversed(chosen)]), tuple(reversed(kinds))
 
-    def _stages_by_end(self, speed: float, away: Away) -> _StagesByEnd:
+    def _stages_by_end(self, seat: Seat) -> _StagesByEnd:
         """All stages no slower than the bound between feasible boundaries."""
-        at, feasible = self._costs.boundaries, self._feasible
+        at, feasible = self._costs.boundaries, _feasible(self._costs, self._num_stages, self._seats, self._bound)
         stages: _StagesByEnd = [[] for _ in at]
         for n, j in enumerate(feasible):
             for i in reversed(feasible[:n]):
-                if self._costs.compute_s(at[i], at[j]) / speed > self._bound:
+                if self._costs.compute_s(at[i], at[j]) / seat[0] > self._bound:
                     break
-                seconds = self._costs.stage_s(at[i], at[j], speed, away)
+                seconds = self._costs.stage_s(at[i], at[j], seat)
                 if seconds <= self._bound:
                     stages[j].append((i, seconds))
         return stages
@@ -345,8 +325,8 @@ def _feasible(costs: StageCosts, num_stages: int, seats: Seats, bound: float) ->
     For some k, all work before the boundary fits into k stages, and all work after it into the remaining ones.
     """
     work, last, most = costs.work, len(costs.boundaries) - 1, bound * (1.0 + 1e-9)
-    done, speeds = [work[boundary] for boundary in costs.boundaries], seats.of_stages(seats.fastest(num_stages))
-    powers = [*accumulate(sorted([speed for speed, _ in speeds], reverse=True), initial=0.0)]
+    speeds = sorted([seats.kinds[i].speed for i in seats.fastest(num_stages)], reverse=True)
+    done, powers = [work[boundary] for boundary in costs.boundaries], [*accumulate(speeds, initial=0.0)]
     inner = [
         i
         for i in range(1, last)

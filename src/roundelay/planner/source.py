@@ -115,9 +115,3 @@ class Hardware:
         """Intra-op threads of each worker on the CPU, of workers on these devices."""
         count = list(devices).count(CPU)
         return threads_each(min(count, self.cluster.most_on_a_node) if self.cluster else count, lambda: self.threads)
-
-    def power(self, workers: int) -> float:
-        """The speeds of the fastest so many workers together."""
-        if self.cluster is None:
-            return float(workers)
-        return sum(sorted([worker.speed for worker in self.cluster.workers], reverse=True)[:workers])

@@ -46,7 +46,9 @@ class Bounds:
         micro_batches = choices.micro_batches
         threads = choices.threads or self._machine.threads_each((CPU,) * (replicas * parts * workers))
         work_s = SLACK * self._work_s(self._facts.rows_of(micro_batches * replicas), threads) / parts
-        return work_s * micro_batches * replicas * parts / self._machine.power(replicas * parts * workers)
+        count, cluster = replicas * parts * workers, self._machine.cluster
+        speeds = [1.0] * count if cluster is None else [worker.speed for worker in cluster.workers]
+        return work_s * micro_batches * replicas * parts / sum(sorted(speeds, reverse=True)[:count])
 
     def _measured_work_s(self, rows: int, threads: int) -> float:
         """Seconds of all forwards and backwards of a micro-batch."""
