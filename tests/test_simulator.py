@@ -107,6 +107,27 @@ def test_messages_of_one_channel_leave_one_after_the_other() -> None:
     assert timeline(run, 1)[:3] == ["F0 4-5", "F1 7-8", "F2 10-11"]
 
 
+def test_a_worker_takes_its_seconds_over_its_speed() -> None:
+    plan = timed("gpipe", 2, 2)
+    slow = replace(plan, workers=(plan.workers[0], replace(plan.workers[1], speed=0.5)))
+    run = sim(slow, [2])
+    assert timeline(run, 0) == ["F0 0-1", "F1 1-2", "B0 9-11", "B1 13-15"]
+    assert timeline(run, 1) == ["F0 1-3", "F1 3-5", "B0 5-9", "B1 9-13"]
+    fast = replace(plan, workers=tuple(replace(worker, speed=4.0) for worker in plan.workers))
+    assert sim(fast, [2]).makespan_s == sim(plan, [2]).makespan_s / 4
+
+
+def test_an_edge_may_have_a_link_of_its_own() -> None:
+    edges = [replace(edge_of(k, k + 1), forward_bytes=30, backward_bytes=20) for k in range(2)]
+    own = replace(edges[1], latency_s=0.25, bytes_per_s=10.0)
+    run = sim(timed("1f1b", 3, 1, edges=(edges[0], own), latency_s=1.0, bytes_per_s=5.0), [1])
+    assert timeline(run, 1) == ["F0 8-9", "B0 17.5-19.5"]
+    assert timeline(run, 2) == ["F0 12.25-13.25", "B0 13.25-15.25"]
+    assert timeline(run, 0) == ["F0 0-1", "B0 24.5-26.5"]
+    waits = sim(timed("gpipe", 2, 2, edges=(replace(own, source=0, target=1, slots=1, bytes_per_s=1e9),)), [2])
+    assert timeline(waits, 0)[:2] == ["F0 0-1", "F1 2.5-3.5"], "the word of a free slot takes its latency too"
+
+
 def test_a_free_slot_is_known_only_after_the_latency() -> None:
     """One slot: F1 may start when the word that F0 was read has come back."""
     plan = timed("gpipe", 2, 2, slots=1, latency_s=0.25)

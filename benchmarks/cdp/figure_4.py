@@ -151,7 +151,7 @@ def staged(own: Network, size: int, way: str) -> Staged:
         planned=[own.kept.of_stage(start, stop) for start, stop in pairwise(cuts)],
         kept=kept,
         counted=1 - max(staggered_bytes(kept, size)) / (size * sum(kept)),
-        slowest=own.costs.slowest_s(cuts) / own.costs.slowest_s(best_cuts(own.costs, size)),
+        slowest=own.costs.slowest_s(cuts) / own.costs.slowest_s(best_cuts(own.costs, size)[0]),
         together=together,
         dp=dp,
         single=single,

@@ -1,4 +1,4 @@
-"""OneFlow's Fig. 16 at our size: a GPT by data, tensor, hybrid and three-fold parallelism, samples per second by workers.
+"""OneFlow's Fig. 16 at our size: a GPT by data, tensor, hybrid and three-fold parallelism, samples/s by workers.
 
 One and two workers are run here, processes over shared memory with one thread each; more are simulated, from the same
 facts: nodes of 8 workers as fast as this machine's cores, within a node the links that a profile of this machine has,

@@ -50,6 +50,8 @@ def staircase(plan: Plan, batches: int) -> str:
     ]
     free: dict[str, Any] = {"latency_s": 0.0, "bytes_per_s": 1e30, "instruction_s": 0.0, "read_s": 0.0}
     exchanges = tuple([replace(one, seconds=0.0, busy_s=0.0) for one in plan.exchanges])
+    free["workers"] = tuple([replace(worker, speed=1.0) for worker in plan.workers])
+    free["edges"] = tuple([replace(edge, latency_s=0.0, bytes_per_s=0.0) for edge in plan.edges])
     unit = replace(plan, stages=tuple(uniform), exchanges=exchanges, backward=_one_slot(plan), **free)
     simulation = simulate(unit, emit(check_plan(unit)), stream([plan.micro_batches] * batches))
     if read(plan).form is not None:

@@ -350,7 +350,7 @@ def computes_on_two_threads() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 12}),
+    "format": lambda _: refused({"format": 13}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -382,6 +382,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "workers.name": lambda _: refused({"workers.name": "nobody"}),
     "workers.device": lambda _: refused({"workers.device": "cuda:9999"}) and refused({"workers.device": "tpu"}),
     "workers.threads": lambda _: computes_on_two_threads() and refused({"workers.threads": 0}),
+    "workers.speed": lambda _: slower({"workers.speed": 0.2}) and refused({"workers.speed": 0.0}),
     "stages.workers": lambda _: refused({"stages.workers": ("w9",)}) and refused({"stages.workers": ("w1",)}),
     "stages.forward_s": lambda _: slower({"stages.forward_s": 0.01}),
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
@@ -398,6 +399,8 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     ),
     "edges.backward_bytes": lambda _: slower({"edges.backward_bytes": 9000}),
     "edges.gradient": lambda _: refused({"edges.gradient": False}),
+    "edges.latency_s": lambda _: slower({"edges.latency_s": 0.01, "edges.bytes_per_s": 1e6}),
+    "edges.bytes_per_s": lambda _: slower({"edges.bytes_per_s": 1e4}),
     "exchanges.stage": lambda _: exchanges_refused(stage=1),
     "exchanges.kind": lambda _: exchanges_refused(kind="ring"),
     "exchanges.axis": lambda _: exchanges_refused(axis="rows"),

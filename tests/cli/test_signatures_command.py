@@ -55,7 +55,7 @@ def test_slower_links_take_longer(capsys: Screen, cluster: Path) -> None:
         ("mesh = 3", "the cluster file"),
         (CLUSTER.replace("size = 2", "size = 1"), ">= 2"),
         (CLUSTER.replace("latency_s = 1e-6", "latency_s = nan"), "the cluster file"),
-        (CLUSTER.replace("flops_per_s", "colour"), "the field 'colour'"),
+        (CLUSTER.replace("flops_per_s", "colour"), "unknown field `colour`"),
         (CLUSTER.replace("[mesh]", "[mesh"), "the cluster file"),
     ],
 )

@@ -36,7 +36,7 @@ PHASES = (
     | st.builds(Phase, st.none(), DIMS)
     | st.builds(Phase, DIMS, DIMS)
 )
-WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS, threads=INTS)
+WORKERS = st.builds(WorkerPlan, name=TEXTS, device=TEXTS, threads=INTS, speed=FLOATS)
 STAGES = st.builds(
     StagePlan,
     workers=st.lists(TEXTS, max_size=2).map(tuple),
@@ -50,7 +50,15 @@ STAGES = st.builds(
     owed_bytes=INTS,
 )
 EDGES = st.builds(
-    EdgePlan, source=INTS, target=INTS, slots=INTS, forward_bytes=INTS, backward_bytes=INTS, gradient=st.booleans()
+    EdgePlan,
+    source=INTS,
+    target=INTS,
+    slots=INTS,
+    forward_bytes=INTS,
+    backward_bytes=INTS,
+    gradient=st.booleans(),
+    latency_s=FLOATS,
+    bytes_per_s=FLOATS,
 )
 EXCHANGES = st.builds(
     ExchangePlan,
@@ -246,7 +254,17 @@ def test_a_plan_of_an_earlier_format_is_refused_with_the_remedy(version: int) ->
 
 def test_a_plan_of_an_earlier_format_means_what_it_meant() -> None:
     lines = SMALL.text().splitlines()
-    added = {10: "instruction_s = ", 9: "shards = ", 8: "sharded = ", 7: "threads = ", 6: "deterministic = "}
+    for field in ("latency_s = ", "bytes_per_s = "):
+        first = next(i for i, line in enumerate(lines) if line.startswith(field))  # the plan's; the others are edges'
+        lines = [line for i, line in enumerate(lines) if i == first or not line.startswith(field)]
+    added = {
+        11: "speed = ",
+        10: "instruction_s = ",
+        9: "shards = ",
+        8: "sharded = ",
+        7: "threads = ",
+        6: "deterministic = ",
+    }
     for version, field in added.items():
         lines = [line for line in lines if not line.startswith(field)]
         old = "\n".join(lines).replace(f"format = {FORMAT}", f"format = {version}")
@@ -276,7 +294,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
     assert (refusal.value.subject, refusal.value.got) == ("the plan: field 'colour'", "an unknown field")
 
 
-@pytest.mark.parametrize("version", ["0", "12", "'9'", "9.5", "9.0", "7.0", "true"])
+@pytest.mark.parametrize("version", ["0", "13", "'9'", "9.5", "9.0", "7.0", "true"])
 def test_a_plan_of_another_format_is_refused_before_its_fields_are_read(version: str) -> None:
     with pytest.raises(PlanError) as refusal:
         Plan.parse(f"format = {version}\ncolour = 3\n")

@@ -38,12 +38,39 @@ def test_the_seconds_of_two_holders_are_those_of_all(job: tuple[Plan, list[int]]
 
 
 @FEW
+@given(JOBS, st.lists(st.sampled_from([0.25, 1.0, 2.0]), min_size=16, max_size=16), st.booleans())
+def test_the_seconds_are_those_of_unequal_workers_too(
+    job: tuple[Plan, list[int]], speeds: list[float], by_stage: bool
+) -> None:
+    """Two holders stand for all where the holders of a stage are equally fast; else all are simulated."""
+    every = [name for stage in job[0].stages for name in stage.workers]  # holders of a stage are neighbours, then
+    own = dict(sorted([(every.index(worker.name), worker) for worker in job[0].workers]))
+    plan, headers = replace(job[0], workers=tuple(own.values())), stream(job[1])
+    first = {worker: stages[0] for worker, stages in enumerate(plan.worker_stages)}
+    fast = [speeds[first[k] if by_stage else k % 16] for k in range(plan.num_workers)]
+    edges = tuple(replace(edge, latency_s=0.3, bytes_per_s=3.0) for edge in plan.edges[1:])
+    workers = tuple(replace(worker, speed=speed) for worker, speed in zip(plan.workers, fast, strict=True))
+    plan = replace(plan, workers=workers, edges=plan.edges[:1] + edges)
+    assert makespan_s(plan, headers) == simulate(plan, emit(read(plan)), headers).makespan_s
+    if by_stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(makespan, "simulate")
+            makespan_s(plan, headers)
+
+
+@FEW
 @given(JOBS)
 def test_no_plan_without_norms_is_simulated_in_full(job: tuple[Plan, list[int]]) -> None:
     plan, counts = job
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(makespan, "simulate")
         makespan_s(plan, stream(counts))
+
+
+def test_the_word_of_a_free_slot_takes_the_latency_of_its_link() -> None:
+    edge = replace(edge_of(0, 1, slots=1), latency_s=2.0, bytes_per_s=1e9)
+    plan = replace(on_grid(plan_of("gpipe", 2, 4, slots=1), 2, 1), edges=(edge,))
+    assert makespan_s(plan, stream([4])) == simulate(plan, emit(read(plan)), stream([4])).makespan_s
 
 
 def test_a_reader_waits_for_the_registers_of_the_others() -> None:

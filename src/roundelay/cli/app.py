@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,23 +117,20 @@ def plan(
             metavar="runnable|all",
         ),
     ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="With --space all: file with [mesh], a size and a link for each axis.", metavar="FILE"),
-    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
-    check_space(space, cluster, output, search=search, finals=finals is not None)
+    check_space(space, choices, output, search=search, finals=bool(finals))
     if space == "all":
-        check_choices(job_file, choices)
-        load("cli.signatures_command").signatures_command(job_file, choices, seed, cluster, as_json=as_json)
+        check_choices(job_file, replace(choices, cluster=None))
+        load("cli.signatures_command").signatures_command(job_file, choices, seed, as_json=as_json)
         return
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command
-        command(job_file, choices, seed, output, finals=finals, as_json=as_json)
+        usual = 4 if choices.cluster is None else 0
+        command(job_file, choices, seed, output, finals=usual if finals is None else finals, as_json=as_json)
         return
     if finals is not None:
         raise UsageError("--finals", got="no --search", expected="--search", remedy="Give --search, or leave it out.")

@@ -46,7 +46,7 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
     check_choices(job_file, choices, planned=True)  # each by itself: what else is needed is searched
 
 
-def check_space(space: str | None, cluster: Path | None, output: Path | None, *, search: bool, finals: bool) -> None:
+def check_space(space: str | None, choices: Choices, output: Path | None, *, search: bool, finals: bool) -> None:
     """Check what a search is asked to look through.
 
     Raises:
@@ -54,14 +54,21 @@ def check_space(space: str | None, cluster: Path | None, output: Path | None, *,
     """
     if space not in (None, "runnable", "all"):
         raise UsageError("--space", got=repr(space), expected="runnable or all", remedy="Choose one of these.")
-    if (space is not None or cluster is not None) and not search:
-        raise UsageError("--space, --cluster", got="no --search", expected="--search", remedy="Give --search.")
-    if (space == "all") != (cluster is not None):
+    if space is not None and not search:
+        raise UsageError("--space", got="no --search", expected="--search", remedy="Give --search.")
+    if space == "all" and choices.cluster is None:
         raise UsageError(
             "--space all",
-            got="no --cluster" if cluster is None else "--cluster without it",
+            got="no --cluster",
             expected="both: the axes of the mesh, and the links along them, stand in the file",
-            remedy="Give both, or none of them.",
+            remedy="Give --cluster.",
+        )
+    if choices.cluster is not None and finals:
+        raise UsageError(
+            "--finals with --cluster",
+            got="both",
+            expected="one of them: the workers of a cluster are not here to be run on",
+            remedy="Leave --finals out: predictions decide.",
         )
     if space == "all" and (finals or output is not None):
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from roundelay.api import capture
@@ -15,10 +16,11 @@ from roundelay.finals.search_plan import profiles_of, task_of
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.page.explain_page import explain_page
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.prove_plan import prove
-from roundelay.planning.examined import Examined
+from roundelay.planning.examined import Examined, hardware_here
 from roundelay.planning.job_file import load_job
 from roundelay.planning.planning import read_plan
 from roundelay.search.account import Account, account
@@ -89,7 +91,8 @@ def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet
         )
     with doing("Measuring the model's operations ...", quiet) as show_wait:
         given = Choices(workers=plan.num_workers, precision=plan.precision)
-        task = task_of(Examined(job, captured, 0, show_wait), given, profiles_of(given))
+        machine = replace(hardware_here(), cluster=Cluster.of(plan))
+        task = task_of(Examined(job, captured, 0, show_wait), given, machine, profiles_of(given, machine))
     with doing("Searching ...", quiet):
         yield name, tried(task, inherited(plan, Choices())).priced.plan
         other = find_why_not(task, plan, why_not)
@@ -100,7 +103,7 @@ def _show(plans: Mapping[str, Plan], accounts: list[Account]) -> None:
     names, first = list(plans), next(iter(plans.values()))
     stdout.print(table(_title(first, accounts[0]), ["per batch", *_heads(names)], _rows(accounts)))
     for (name, plan), one in zip(plans.items(), accounts, strict=True):
-        _show_stages(f"stages of {name}", one)
+        _show_stages(f"stages of {name}", plan, one)
         _show_memory(f"memory of {name}", plan, one)
     stdout.print(_NOTE)
 
@@ -125,11 +128,11 @@ def _rows(accounts: list[Account]) -> list[list[str]]:
     return [[name, f"{a * 1e3:.4g}", f"{b * 1e3:.4g}", f"{(b - a) * 1e3:+.4g}"] for name, a, b in pairs]
 
 
-def _show_stages(title: str, own: Account) -> None:
+def _show_stages(title: str, plan: Plan, own: Account) -> None:
     rows = [
         [
             f"stage {one.stage}",
-            ", ".join(f"{worker}" for worker in one.workers),
+            ", ".join(map(plan.told, one.workers)),
             f"{one.computes_s * 1e3:.4g}",
             f"{one.on_path_s * 1e3:.4g}",
             ", ".join(f"{own.busy[worker]:.0%}" for worker in one.workers),

@@ -32,7 +32,7 @@ def explained(plan: Plan, own: Account) -> dict[str, Any]:
         "choices": {name: value for name, value in choices.items() if name not in _BESIDE_CHOICES},
         "terms": dict(own.terms),
         "stages": [_stage(plan, one, own.batch_s) for one in own.stages],
-        "workers": [{"name": w.name, "device": w.device, "threads": w.threads} for w in plan.workers],
+        "workers": [asdict(worker) for worker in plan.workers],
         "edges": [
             {name: getattr(edge, name) for name in ("source", "target", "forward_bytes", "backward_bytes")}
             for edge in plan.edges

@@ -270,6 +270,8 @@ def _contradicted(plan: Plan, choices: Choices) -> Iterator[tuple[str, Any, Any]
                 wanted = LossScale.parse(value)
             case "recompute":
                 wanted = parse_names(value)
+            case "cluster":
+                planned_value = "workers of its own"
             case "signatures":
                 wanted, planned_value = signatures_of(Choices(signatures=value)), GivenSignatures.of(plan)
         if wanted != planned_value:

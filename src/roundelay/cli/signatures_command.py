@@ -11,34 +11,32 @@ from typing import Any
 from roundelay.api import capture
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.screen import doing, show_json
-from roundelay.errors import PlanError
 from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Profile
 from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import WorkerPlan
+from roundelay.planner.cluster import Cluster, read_cluster
 from roundelay.planner.cost_model import FLOPS_PER_S, roofline
 from roundelay.planner.draft_plan import PLAIN, draft_plan
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
-from roundelay.search.cluster import Cluster
 from roundelay.search.signatures.boxing_prices import Link
 from roundelay.search.signatures.searched import SearchedSignatures, signatures_on, table
 
 
-def signatures_command(job_file: Path, choices: Choices, seed: int, cluster_file: Path, *, as_json: bool) -> None:
+def signatures_command(job_file: Path, choices: Choices, seed: int, *, as_json: bool) -> None:
     """Search, and print what is found; it is no plan, as the runtime has one axis beside the replicas.
 
     Args:
         job_file: defines the job.
-        choices: of which `micro_batches`, `precision` and `memory_limit` count.
+        choices: of which `cluster`, a file with a mesh, `micro_batches`, `precision` and `memory_limit` count.
         seed: of the data.
-        cluster_file: declares the mesh and its links.
         as_json: print one JSON object.
     """
     paths = PathResolver()
     job = load_job(job_file, seed)
-    cluster = _read(paths.of(cluster_file))
+    cluster = read_cluster(paths.of(Path(str(choices.cluster))), "mesh")
     with doing("Capturing the model ...", as_json) as show_wait:
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S, tell=show_wait)
     with doing("Measuring the model's operations ...", as_json) as show_wait:
@@ -58,15 +56,6 @@ def signatures_command(job_file: Path, choices: Choices, seed: int, cluster_file
         show_json(_json(found, seconds))
     else:
         sys.stdout.write(table(found, facts.graph) + f"\nsearched in {seconds:.2f} s\n")
-
-
-def _read(path: Path) -> Cluster:
-    try:
-        return Cluster.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"the cluster file {path}", got=str(error), expected="TOML with [mesh]", remedy="Correct --cluster."
-        ) from error
 
 
 def _profile(source: Examined, cluster: Cluster, micro_batches: int) -> Profile:

@@ -19,6 +19,7 @@ from roundelay.ir.num_bytes import parse_bytes
 from roundelay.job import Job
 from roundelay.planner.check_given import check_each
 from roundelay.planner.costs import with_costs
+from roundelay.planner.holder_choices import cluster_of
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
@@ -132,7 +133,9 @@ def search_plan(
 
 
 def workers_of(given: Choices, machine: Hardware) -> int:
-    """How many workers a search has: as given, or one for each GPU; on the CPU two."""
+    """How many workers a search has: as given, or all of a cluster, or one for each GPU; on the CPU two."""
+    if machine.cluster is not None:
+        return given.workers or len(machine.cluster.workers)
     on_cpu = device_of(given, machine) == CPU
     return given.workers or (2 if on_cpu else machine.devices)
 
@@ -143,29 +146,30 @@ def device_of(given: Choices, machine: Hardware) -> str:
     return "cuda:0" if named == "cuda" else named
 
 
-def profiles_of(given: Choices, tell: Tell = lambda words: None) -> dict[str, MachineProfile]:
+def profiles_of(given: Choices, machine: Hardware, tell: Tell = lambda words: None) -> dict[str, MachineProfile]:
     """What links and operators take on this machine, by the transports that may be used; measured where not known.
 
     Args:
         given: pins; `workers` is how many there are in all.
+        machine: this one; none is measured for the links of a cluster that declares them.
         tell: called with what is measured.
     """
-    machine = hardware_here()
     workers = workers_of(given, machine)
     each = given.threads or machine.threads_each((CPU,) * workers)
-    links = workers > 1 and device_of(given, machine) == CPU
+    declared = machine.cluster is not None and machine.cluster.links is not None
+    links = workers > 1 and device_of(given, machine) == CPU and not declared
     return {name: _profile(name, workers, each, tell) for name in transports_of(given, machine) if links}
 
 
-def task_of(source: Examined, given: Choices, profiles: Mapping[str, MachineProfile]) -> Task:
+def task_of(source: Examined, given: Choices, machine: Hardware, profiles: Mapping[str, MachineProfile]) -> Task:
     """What is searched for on this machine.
 
     Args:
         source: the job, which is looked at here.
         given: pins; `workers` is how many there are in all.
+        machine: this one, with its cluster.
         profiles: of the machine, by transport.
     """
-    machine = hardware_here()
     workers = workers_of(given, machine)
     counts = counts_of(workers) if given.threads is None else []
     threads = {machine.threads_each((CPU,) * count) for count in counts} or {given.threads or 1}
@@ -204,6 +208,7 @@ class SearchPlan:
     def __init__(
         self, job: Job, captured: Captured, given: Choices, seed: int, tell: Tell, show_wait: OnWait = ignore_wait
     ) -> None:
+        self._machine = replace(hardware_here(), cluster=cluster_of(given))
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
         given = given.over(Choices(ema=job.ema))
@@ -219,10 +224,10 @@ class SearchPlan:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
         with self._phase("profile", "Looking for a profile of this machine ..."):
-            profiles = profiles_of(self._given, self._tell)
+            profiles = profiles_of(self._given, self._machine, self._tell)
         with self._phase("facts", "Measuring the model's operations ..."):
             examined = Examined(self._job, self._captured, self._seed, self._show_wait)
-            task = task_of(examined, self._given, profiles)
+            task = task_of(examined, self._given, self._machine, profiles)
         with self._phase("search", "Searching ..."):
             points = space(self._pins, task.facts, task.machine, task.workers)
             found = with_shifted_cuts(task, search(task, points, tell=self._progress), self._progress)
@@ -268,6 +273,8 @@ class SearchPlan:
     def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
         cuts = inherited(chosen.priced.plan, Choices()).cuts  # as they were run; elsewhere a mesh's boxings stand there
         own = replace(chosen.choices, memory_limit=self._given.memory_limit, cuts=cuts or chosen.choices.cuts)
+        if self._machine.cluster is not None:
+            own = replace(own, cluster=self._machine.cluster.as_in(chosen.priced.plan))
         made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
         profile = profiles.get(made.plan.transport)
         return made if profile is None else replace(made, plan=with_costs(made.plan, profile))

@@ -25,7 +25,7 @@ from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
 from roundelay.ir.typed_text import Count, Number, Parsers, convert, toml_line
 
-FORMAT = 11
+FORMAT = 12
 
 _SINCE: dict[int, dict[str, Any]] = {
     7: {"deterministic": False},
@@ -33,6 +33,7 @@ _SINCE: dict[int, dict[str, Any]] = {
     9: {"sharded": ["states"]},
     10: {"shards": 0},
     11: {"instruction_s": 0.0, "exchanges": {"seconds": 0.0, "busy_s": 0.0}},
+    12: {"workers": {"speed": 1.0}, "edges": {"latency_s": 0.0, "bytes_per_s": 0.0}},
 }
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
@@ -57,11 +58,13 @@ class WorkerPlan:
         name: by which stages say that they run on it.
         device: where it computes: ``cpu``, or ``cuda:0`` and so on, as its process numbers them.
         threads: intra-op threads with which it computes on the CPU.
+        speed: how many times as fast as the machine to which the seconds of the stages refer.
     """
 
     name: str
     device: str
     threads: Count
+    speed: Number = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,8 @@ class EdgePlan:
         forward_bytes: bytes of one message forward.
         backward_bytes: bytes of one message back.
         gradient: whether anything travels back.
+        latency_s: predicted seconds of an empty message between these stages.
+        bytes_per_s: predicted bytes per second of their link; 0: both are those of the plan.
     """
 
     source: Count
@@ -112,6 +117,8 @@ class EdgePlan:
     forward_bytes: Count
     backward_bytes: Count
     gradient: bool
+    latency_s: Number = 0.0
+    bytes_per_s: Number = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +302,11 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """Where each worker computes."""
         return tuple(worker.device for worker in self.workers)
+
+    def told(self, worker: int) -> str:
+        """A worker's number; its name and speed where that is not 1."""
+        own = self.workers[worker]
+        return str(worker) if own.speed == 1.0 else f"{own.name} (speed {own.speed:g})"
 
     def device_of(self, stage: int) -> str:
         """Where a stage of the first replica computes."""

@@ -9,9 +9,10 @@ every order does, and in each a worker runs the same instructions and reads the 
 - **one of each stage** has the order of all. All can go in step, line by line: each finds the messages of its
   neighbours as the first holder finds its own, an exchange is complete when its line is over, and what goes from holder
   to holder of a stage is given and taken in one line;
-- **two of each stage**, the first and another, have the times of all, where no norm travels: the others get their data
-  at the same time, later than the first, and each exchange, in which one of the others always takes part, waits for
-  these. That the first was not the later one is checked in each (:mod:`roundelay.simulator.makespan`).
+- **two of each stage**, the first and another, have the times of all, where no norm travels and all are equally fast:
+  the others get their data at the same time, later than the first, and each exchange, in which one of the others always
+  takes part, waits for these. That the first was not the later one is checked in each
+  (:mod:`roundelay.simulator.makespan`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def first_holders(plan: Plan) -> Plan:
     kept = {name for stage in stages for name in stage.workers}
     workers = tuple([worker for worker in plan.workers if worker.name in kept])
     return replace(plan, replicas=1, mesh={}, shards=0, workers=workers, stages=stages)
+
+
+def equally_fast(plan: Plan) -> bool:
+    """Whether the holders of each stage compute it in the same time."""
+    return all(len({plan.workers[worker].speed for worker in plan.holders(k)}) == 1 for k in range(plan.num_stages))
 
 
 def run_alike(programs: Sequence[Program], firsts: Sequence[Program]) -> bool:

@@ -39,6 +39,8 @@ def check_plan(plan: Plan) -> Reading:
     check_devices(plan, reading.transport)
     _check_threads(plan)
     _check_edges(plan)
+    for k, worker in enumerate(plan.workers):
+        _above_zero(f"workers[{k}].speed", worker.speed)
     return reading
 
 

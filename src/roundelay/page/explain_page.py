@@ -104,6 +104,8 @@ def _stages(found: Found) -> str:
 
 def _of_stage(one: Found, found: Found) -> Iterator[tuple[str, str]]:
     yield "workers", ", ".join(map(str, one["workers"]))
+    if any(worker["speed"] != 1.0 for worker in found["workers"]):
+        yield "speed", ", ".join(f"{found['workers'][k]['speed']:g}" for k in one["workers"])
     yield "device", ", ".join(dict.fromkeys(found["workers"][k]["device"] for k in one["workers"]))
     yield "busy", ", ".join(f"{found['busy'][k]:.0%}" for k in one["workers"])
     yield "up to", one["up_to"]

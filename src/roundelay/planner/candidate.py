@@ -29,6 +29,7 @@ from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import ModelOnMesh, residences_of, tensor_parallel, without_residences
 from roundelay.planner.partition_dp import slots
+from roundelay.planner.placement import placed, seats_of
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware, Source
@@ -136,8 +137,11 @@ def drafted(source: Source, asked: Asked, workers: int | None) -> Draft:
     owners, size = owners_of(schedule, draft.layout, num_stages, (replicas, parts, draft.micro_batches))
     devices = devices_of(asked.machine, choices.devices, size, draft.transport)
     notices = tuple(notice for notice in (fewer, choice.notice) if notice)
-    placed = replace(draft, workers=_workers(devices, asked.machine.threads_each(devices), choices.threads))
-    return Draft(placed, owners, notices, (choice.notice,) if choice.otherwise else ())
+    cluster = asked.machine.cluster
+    if cluster is not None and cluster.links is not None:
+        draft = replace(draft, latency_s=cluster.links.within.latency_s, bytes_per_s=cluster.links.within.bytes_per_s)
+    shared = replace(draft, workers=_workers(devices, asked.machine.threads_each(devices), choices.threads))
+    return Draft(shared, owners, notices, (choice.notice,) if choice.otherwise else ())
 
 
 def devices_of(machine: Hardware, devices: str | None, num_workers: int, transport: str) -> tuple[str, ...]:
@@ -199,7 +203,13 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     """
     choices, draft, owners = asked.choices, draft_of.plan, draft_of.owners
     source = source.lowered(draft)
-    chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners))
+    cluster = asked.machine.cluster
+    seats = None if cluster is None else seats_of(cluster, draft, owners)
+    chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners), seats)
+    names = [[draft.workers[worker].name for worker in own] for own in owners]
+    if cluster is not None:
+        workers, names = placed(cluster, draft, owners, seats, chosen.kinds)
+        draft = replace(draft, workers=workers)
     laid, notices = laid_graph(source, draft), draft_of.notices
     if level := zero_of(choices):
         key, whole, lies = ("states", laid_by(draft), level), draft, laid
@@ -208,7 +218,6 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
         laid, notices = laid_graph(source, draft), (*notices, *left_whole)
     by = "stages", laid_by(draft), chosen.stages, draft.recompute
     ends, stages = source.memo.of(by, lambda: _cut_up(laid, chosen.stages, draft.recompute))
-    names = [[draft.workers[worker].name for worker in own] for own in owners]
     draft = replace(draft, stages=_unmeasured(ends, names))
     plan = with_messages(draft, laid, stages)
     return Candidate(plan, laid, stages, notices, chosen.reasons, draft_of.warnings)

@@ -19,7 +19,7 @@ from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_devices, check_num_threads, check_settings
 from roundelay.planner.draft_plan import TENSOR, default_rule, draft_plan, parse_names
 from roundelay.planner.given_layout import in_layout, in_pipeline, owners_of
-from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
+from roundelay.planner.holder_choices import cluster_of, parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.plan_options import Choices
 from roundelay.schedules import LAYOUTS, PIPELINE, Schedule, schedule_for
 
@@ -39,6 +39,7 @@ _ALONE = (
     "threads",
     "precision",
     "clip",
+    "cluster",
     "ema",
     "transport",
     "deadline_s",
@@ -71,7 +72,7 @@ def check_given(choices: Choices, *, rule_known: bool = True) -> None:
     if choices.clip is not None:
         Clip.parse(choices.clip)
     laid = in_layout(choices)
-    replicas_of(laid), parts_of(laid), zero_of(laid)
+    replicas_of(laid), parts_of(laid), zero_of(laid), cluster_of(laid)
     if not rule_known:
         laid, choices = (_only(_ANY_RULE, one) for one in (laid, choices))
     _check_draft(choices, laid)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph, Profile
@@ -16,7 +17,15 @@ from roundelay.planner import cut_reasons
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import CostParameters, StageCosts, roofline, stage_costs
 from roundelay.planner.kept_bytes import kept_bytes
-from roundelay.planner.partition_dp import best_cuts, equal_cuts, flops_cuts, names_of, staggered_cuts
+from roundelay.planner.partition_dp import (
+    Seats,
+    StagePrice,
+    best_cuts,
+    equal_cuts,
+    flops_cuts,
+    names_of,
+    staggered_cuts,
+)
 from roundelay.planner.plan_options import CutRequest
 from roundelay.planner.source import Source
 
@@ -37,10 +46,12 @@ class Cut:
     Args:
         stages: for each stage, the operations that end its segments.
         reasons: the reasons, in words.
+        kinds: for each stage the number of the kind of its holders, where these were chosen too.
     """
 
     stages: Stages
     reasons: tuple[str, ...]
+    kinds: tuple[int, ...] = ()
 
 
 def cut_by_names(graph: Graph, request: CutRequest) -> Cut | None:
@@ -78,14 +89,15 @@ def _names(graph: Graph, request: str) -> list[str]:
     return names if names[-1] == last else [*names, last]
 
 
-def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
-    """Choose the stages.
+def cut(source: Source, draft: Plan, request: str, num_stages: int, seats: Seats | None = None) -> Cut:
+    """Choose the stages, and what holds them where that differs.
 
     Args:
         source: of the model in the plan's precision.
         draft: the plan without stages.
         request: one of :data:`WAYS`.
         num_stages: D.
+        seats: what may hold them, if it was declared; it counts where the fastest stages are looked for.
 
     Raises:
         CaptureError: the model cannot be cut into so many stages.
@@ -93,7 +105,7 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
     """
     graph = source.graph
     equal = equal_cuts(graph, num_stages)  # raises for too many stages, before anything is measured
-    if request == EQUAL or num_stages == 1:
+    if request == EQUAL or (num_stages == 1 and seats is None):
         reason = "cuts: as equal numbers of operations as can be"
         return _as_stages(names_of(graph, equal), (reason,) if num_stages > 1 else ())
     if request == FLOPS:
@@ -105,13 +117,16 @@ def cut(source: Source, draft: Plan, request: str, num_stages: int) -> Cut:
         micro_batches=draft.batch_parts,
         latency_s=draft.latency_s if apart else 0.0,
         bytes_per_s=draft.bytes_per_s if apart else math.inf,
+        between=None if seats is None else seats.between,
     )
     if request == ROOFLINE:
         predicted = roofline(graph, sample_micro_batches(graph, terms.micro_batches))
-        return _fastest(source, predicted, terms, num_stages, "predicted with fixed constants (roofline)")
+        return _fastest(
+            source, draft, (predicted, "predicted with fixed constants (roofline)"), terms, num_stages, seats
+        )
     profile, how = source.profile(draft)
     if request == MEASURED:
-        return _fastest(source, profile, terms, num_stages, how)
+        return _fastest(source, draft, (profile, how), terms, num_stages, seats)
     return _fewest_bytes(source, draft, stage_costs(graph, profile, terms), num_stages, how)
 
 
@@ -121,15 +136,44 @@ def _on_one_worker(draft: Plan) -> bool:
     return form is not None and not form.stages_per_worker
 
 
-def _fastest(source: Source, profile: Profile, terms: CostParameters, num_stages: int, how: str) -> Cut:
-    graph = source.graph
+def _fastest(
+    source: Source, draft: Plan, by: tuple[Profile, str], terms: CostParameters, num_stages: int, seats: Seats | None
+) -> Cut:
+    graph, (profile, how) = source.graph, by
 
     def made() -> Cut:
-        costs = stage_costs(graph, profile, terms)
-        chosen = best_cuts(costs, num_stages)
-        return _as_stages(names_of(graph, chosen), (f"cuts: {how}", *cut_reasons.fastest(graph, costs, chosen)))
+        costs, own = stage_costs(graph, profile, terms), seats
+        # of what is divided among holders, and of several stages on one, it is known when they are priced
+        if seats and seats.limited and not (seats.order or draft.states or draft.mesh_size > 1):
+            own = replace(seats, held=held_by_stage(source, draft, costs, num_stages))
+        chosen, kinds = best_cuts(costs, num_stages, own)
+        reasons = cut_reasons.fastest(graph, costs, chosen, seats.of_stages(kinds) if seats else ())
+        return replace(_as_stages(names_of(graph, chosen), (f"cuts: {how}", *reasons)), kinds=kinds)
 
-    return source.memo.of(("fastest", profile, terms, num_stages, how), made)
+    key = draft.rule, draft.micro_batches, draft.mesh_size, bool(draft.states)
+    return source.memo.of(("fastest", profile, terms, num_stages, how, seats, seats and key), made)
+
+
+def held_by_stage(source: Source, draft: Plan, costs: StageCosts, num_stages: int) -> StagePrice:
+    """Bytes that a stage's holder has of it: weights, gradients, optimizer states, tapes in flight, messages.
+
+    A weight is the first stage's that reads it. Of a rule that holds several versions one is counted.
+    """
+    graph, schedule, size = source.graph, read(draft).schedule, draft.micro_batches
+    kept = kept_bytes(graph, source.storages(draft), shared=False, again=costs.parameters.again)
+    first = {name: i for i, op in reversed([*enumerate(graph.ops)]) for name in op.parameters}
+    states = source.state_bytes or {}
+    owned = [0] * (len(graph.ops) + 2)
+    for name, i in first.items():
+        owned[i + 1] += 2 * graph.parameters[name].num_bytes + states.get(name, 0)
+    up_to = [*accumulate(owned)]
+    tapes = [schedule.body((k,), num_stages, size).peak(schedule.window, size, "F", "B") for k in range(num_stages)]
+
+    def held(stage: int, start: int, stop: int) -> int:
+        messages = (costs.bytes_in(start, stop) + costs.bytes_out(start, stop)) // costs.sample_micro_batches
+        return up_to[stop] - up_to[start] + tapes[stage] * kept.of_stage(start, stop) + messages
+
+    return held
 
 
 def _fewest_bytes(source: Source, draft: Plan, costs: StageCosts, num_stages: int, how: str) -> Cut:

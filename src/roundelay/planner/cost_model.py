@@ -27,6 +27,12 @@ Cuts = tuple[int, ...]
 """Boundaries of the stages: 0, then the start of each further stage, then n + 1."""
 
 
+Seat = tuple[float, tuple[bool, bool]]
+"""The speed of a stage's holders, and whether what is before them, and what is behind them, is on another node."""
+
+ALIKE: Seat = 1.0, (False, False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostParameters:
     """The choices of a plan on which costs depend.
@@ -36,12 +42,14 @@ class CostParameters:
         latency_s: seconds of an empty message.
         bytes_per_s: bandwidth of a link.
         again: numbers of the operations that backwards recompute.
+        between: seconds of an empty message, and bandwidth, of a link between two nodes; None: the same.
     """
 
     micro_batches: int
     latency_s: float
     bytes_per_s: float
     again: tuple[range, ...] = ()
+    between: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +105,25 @@ class StageCosts:
         across = self._across.get(stop)
         return across.bytes_by_source[-1] - across.bytes_by_source[bisect_left(across.sources, start)] if across else 0
 
-    def communication_s(self, start: int, stop: int) -> float:
+    def communication_s(self, start: int, stop: int, away: tuple[bool, bool] = ALIKE[1]) -> float:
         """Seconds of messages per micro-batch: activations and gradients, in and out."""
         incoming, outgoing = self._across.get(start), self._across.get(stop)
-        messages = 0
-        if incoming is not None:
-            messages += 1 + (incoming.first_back < stop)
-        if outgoing is not None:
-            messages += 1 + (outgoing.last_back >= start)
-        num_bytes = self.bytes_in(start, stop) + self.bytes_out(start, stop)
-        return self.parameters.latency_s * messages + num_bytes / (
-            self.sample_micro_batches * self.parameters.bytes_per_s
-        )
+        into = 0 if incoming is None else 1 + (incoming.first_back < stop)
+        out = 0 if outgoing is None else 1 + (outgoing.last_back >= start)
+        seconds, own, sizes = 0.0, self.parameters, (self.bytes_in(start, stop), self.bytes_out(start, stop))
+        for count, num_bytes, far in zip((into, out), sizes, away, strict=True):
+            latency_s, bytes_per_s = (far and own.between) or (own.latency_s, own.bytes_per_s)
+            seconds += latency_s * count + num_bytes / (self.sample_micro_batches * bytes_per_s)
+        return seconds
 
-    def stage_s(self, start: int, stop: int) -> float:
+    def stage_s(self, start: int, stop: int, seat: Seat = ALIKE) -> float:
         """Seconds of a stage per micro-batch: computation and communication."""
-        return self.compute_s(start, stop) + self.communication_s(start, stop)
+        return self.compute_s(start, stop) / seat[0] + self.communication_s(start, stop, seat[1])
 
-    def slowest_s(self, cuts: Cuts) -> float:
-        """Seconds per micro-batch of the slowest stage of these cuts."""
-        return max(self.stage_s(start, stop) for start, stop in pairwise(cuts))
+    def slowest_s(self, cuts: Cuts, seats: Sequence[Seat] = ()) -> float:
+        """Seconds per micro-batch of the slowest stage of these cuts, in these seats or all alike."""
+        pairs = zip(pairwise(cuts), seats or [ALIKE] * (len(cuts) - 1), strict=True)
+        return max(self.stage_s(*ends, seat) for ends, seat in pairs)
 
 
 def boundaries_of(graph: Graph) -> Cuts:

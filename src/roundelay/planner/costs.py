@@ -5,12 +5,18 @@ The former is written into the plan, whose simulation reckons with it; nothing b
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan
 from roundelay.ir.graph import Op
 from roundelay.ir.plan import Plan
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.machine_profile import MachineProfile
+from roundelay.schedules import PIPELINE
+from roundelay.simulator.simulation import exchange_s
 
 DIGITS = 6
 """Decimals of seconds in a plan: microseconds."""
@@ -58,6 +64,34 @@ def _priced(plan: Plan, exchange: ExchangePlan, profile: MachineProfile) -> Exch
         seconds=max(LEAST_S, round(seconds - busy_s, DIGITS)),
         busy_s=round(own_s + busy_s, DIGITS),
     )
+
+
+def over_links(plan: Plan, cluster: Cluster | None) -> Plan:
+    """The plan with what messages and exchanges take over declared links, of which the slowest counts.
+
+    Args:
+        plan: with its exchanges and edges.
+        cluster: has its workers.
+    """
+    if cluster is None or (links := cluster.links) is None:
+        return plan
+    known = {worker.name: worker.node for worker in cluster.workers}
+    nodes = [[known[name] for name in stage.workers] for stage in plan.stages]
+    pairs: Any = zip if plan.layout == PIPELINE else product
+
+    def rates(groups: Iterable[Collection[str]]) -> dict[str, Any]:
+        link = links.within if all(len({*own}) == 1 for own in groups) else links.between
+        return {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+
+    def priced(exchange: ExchangePlan) -> ExchangePlan:
+        groups = plan.grid.groups(exchange.axis) if exchange.phases else []
+        own = replace(plan, **rates([[nodes[exchange.stage][i] for i in group] for group in groups]))
+        seconds = [exchange_s(own, replace(exchange, seconds=0.0), len(group)) for group in groups if len(group) > 1]
+        return replace(exchange, seconds=max(LEAST_S, round(max(seconds), DIGITS))) if seconds else exchange
+
+    edges = [replace(edge, **rates(pairs(nodes[edge.source], nodes[edge.target]))) for edge in plan.edges]
+    exchanges = tuple([priced(exchange) for exchange in plan.exchanges])
+    return replace(plan, edges=tuple(edges), exchanges=exchanges, **rates([[n for own in nodes for n in own]]))
 
 
 def slower(profile: MachineProfile | None, plan: Plan, op: Op | None, seconds: float) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from roundelay.ir.graph import Graph
 from roundelay.ir.num_bytes import bytes_text
-from roundelay.planner.cost_model import Cuts, StageCosts
+from roundelay.planner.cost_model import ALIKE, Cuts, Seat, StageCosts
 from roundelay.planner.kept_bytes import KeptBytes, staggered_bytes
 from roundelay.planner.partition_dp import SLOWER, equal_cuts, flops_cuts
 
@@ -18,19 +18,20 @@ OWN_PACE = (
 AT_ONCE = "by this rule, however, micro-batches are not staggered"
 
 
-def fastest(graph: Graph, costs: StageCosts, chosen: Cuts) -> Iterator[str]:
-    """Yield the predicted times of the fastest cuts, and of equal ones."""
-    yield from _times(costs, chosen)
-    slow = costs.slowest_s(equal_cuts(graph, len(chosen) - 1))
-    times = slow / costs.slowest_s(chosen)
+def fastest(graph: Graph, costs: StageCosts, chosen: Cuts, seats: Sequence[Seat]) -> Iterator[str]:
+    """Yield the predicted times of the fastest cuts in these seats, and of equal ones."""
+    yield from _times(costs, chosen, seats)
+    slow = costs.slowest_s(equal_cuts(graph, len(chosen) - 1), seats)
+    times = slow / costs.slowest_s(chosen, seats)
     yield f"cut into equal numbers of operations: {slow * 1e3:.3f} ms, {times:.2f} times the slowest"
     yield "no slowest stage is more than 2 % faster; `--cuts roofline`, `--cuts equal`, `--cuts NAME,...` override it"
 
 
-def _times(costs: StageCosts, chosen: Cuts) -> Iterator[str]:
-    seconds = [costs.stage_s(start, stop) for start, stop in pairwise(chosen)]
-    for k, (start, stop) in enumerate(pairwise(chosen)):
-        compute, talk = costs.compute_s(start, stop) * 1e3, costs.communication_s(start, stop) * 1e3
+def _times(costs: StageCosts, chosen: Cuts, seats: Sequence[Seat] = ()) -> Iterator[str]:
+    pairs = [*zip(pairwise(chosen), seats or [ALIKE] * (len(chosen) - 1), strict=True)]
+    seconds = [costs.stage_s(*ends, seat) for ends, seat in pairs]
+    for k, (ends, (speed, away)) in enumerate(pairs):
+        compute, talk = costs.compute_s(*ends) / speed * 1e3, costs.communication_s(*ends, away) * 1e3
         slowest = ", the slowest" if seconds[k] == max(seconds) else ""
         yield f"stage {k}: {compute:.3f} ms of computing and {talk:.3f} ms of messages per micro-batch{slowest}"
 

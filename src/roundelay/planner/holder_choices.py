@@ -9,6 +9,7 @@ from pathlib import Path
 from roundelay.errors import PlanError, listed
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.residence import SHARDED
+from roundelay.planner.cluster import Cluster, read_cluster
 from roundelay.planner.plan_options import Choices, flag
 from roundelay.schedules import PIPELINE
 
@@ -71,6 +72,12 @@ def signatures_of(choices: Choices) -> GivenSignatures | None:
             remedy="Leave --tensor-parallel out.",
         )
     return read_signatures(Path(own))
+
+
+def cluster_of(choices: Choices) -> Cluster | None:
+    """The workers that are declared, or stand in the file that is given; raises as :func:`read_cluster`."""
+    own = choices.cluster
+    return own if own is None or isinstance(own, Cluster) else read_cluster(Path(own), "workers")
 
 
 def parts_of(choices: Choices) -> int:

@@ -17,6 +17,7 @@ from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_plan
+from roundelay.planner.cluster import Cluster
 from roundelay.simulator import simulate
 
 WARM = 4
@@ -97,6 +98,12 @@ def estimate_memory(
             )
         )
     return tuple(estimates)
+
+
+def limits_of(plan: Plan, each: float, cluster: Cluster | None) -> list[float]:
+    """Bytes that each worker of a plan may hold: any worker, and those that are declared."""
+    known = {} if cluster is None else {worker.name: worker.memory for worker in cluster.workers}
+    return [min(each, known.get(worker.name, each)) for worker in plan.workers]
 
 
 def _elsewhere(plan: Plan, stage: int, kind: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from roundelay.errors import PlanError
 from roundelay.ir.given_signatures import GivenSignatures
 from roundelay.ir.rule import rules
 from roundelay.ir.transports import TRANSPORTS
+from roundelay.planner.cluster import Cluster
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -109,6 +110,15 @@ class Choices:
             "Hybrid sharding, in place of --data-parallel and --zero: 2x4 are 2 groups of 4 replicas; each group's "
             "keep parts of the weights as with --zero 3, and groups add up their gradients once a batch.",
             metavar="RxS",
+        ),
+    ] = None
+    cluster: Annotated[
+        str | Path | Cluster | None,
+        Choice(
+            "File with [[workers]] that differ in speed and memory, for which to plan; for --space all with [mesh], a "
+            "size and a link for each axis. [default: this host's, all alike]",
+            metavar="FILE",
+            typed=Path | None,
         ),
     ] = None
     micro_batches: Annotated[
@@ -264,6 +274,7 @@ class AnyRuleKeywords(TypedDict, total=False):
     signatures: str | Path | GivenSignatures | None
     zero: int | None
     hybrid: str | None
+    cluster: str | Path | Cluster | None
     micro_batches: int | None
     recompute: str | Sequence[str] | None
     compile: bool | None

@@ -16,7 +16,7 @@ from roundelay.planner.candidate import asked_of, candidate, drafted
 from roundelay.planner.check_given import check_given
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
-from roundelay.planner.costs import DIGITS, slower, with_costs
+from roundelay.planner.costs import DIGITS, over_links, slower, with_costs
 from roundelay.planner.kept_bytes import KeptBytes, again_in, kept_bytes, made_again
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
@@ -75,7 +75,7 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: Mach
         read_s=round(facts.read_row_s * facts.rows(made.plan), DIGITS),
         exchanges=plan_exchanges(laid, made.stages, reading, unused) if any(unused) else made.plan.exchanges,
     )
-    plan = plan if profile is None else with_costs(plan, profile)
+    plan = over_links(plan if profile is None else with_costs(plan, profile), machine.cluster)
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
     kept = facts.storages(plan)
     parts = [again_in(laid.graph, spec, plan.backward) for spec in made.stages.stages]

@@ -58,9 +58,9 @@ def _without_times(plan: Plan) -> Plan:
         instruction_s=0.0,
         read_s=0.1,
         input_bytes=0,
-        workers=tuple(replace(worker, device=CPU) for worker in plan.workers),
+        workers=tuple(replace(worker, device=CPU, speed=1.0) for worker in plan.workers),
         stages=tuple(replace(even, workers=stage.workers) for stage in plan.stages),
-        edges=tuple(replace(edge, forward_bytes=0, backward_bytes=0) for edge in plan.edges),
+        edges=tuple(replace(e, forward_bytes=0, backward_bytes=0, latency_s=0.0, bytes_per_s=0.0) for e in plan.edges),
         parameters={},
         exchanges=tuple(replace(one, dtypes=(), shapes=(), seconds=0.0, busy_s=0.0) for one in plan.exchanges),
     )

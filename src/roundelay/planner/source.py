@@ -10,6 +10,7 @@ from roundelay.cores import threads_each
 from roundelay.ir.device_names import CPU
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
 
@@ -61,6 +62,10 @@ class Source(Protocol):
         """Of the model, in full precision or in that of :meth:`lowered`."""
 
     @property
+    def state_bytes(self) -> Mapping[str, int] | None:
+        """Of each parameter's optimizer state, by name; None where the optimizer does not tell."""
+
+    @property
     def checkpointed(self) -> tuple[str, ...]:
         """Paths of modules that the model's code checkpoints itself."""
 
@@ -98,12 +103,15 @@ class Hardware:
         cores: on which it may compute.
         threads: of plain PyTorch in one process.
         devices: CUDA devices.
+        cluster: the workers, where they are declared; each node has as many cores as this host.
     """
 
     cores: int
     threads: int
     devices: int = 0
+    cluster: Cluster | None = None
 
     def threads_each(self, devices: Sequence[str]) -> int:
         """Intra-op threads of each worker on the CPU, of workers on these devices."""
-        return threads_each(list(devices).count(CPU), lambda: self.threads)
+        count = list(devices).count(CPU)
+        return threads_each(min(count, self.cluster.most_on_a_node) if self.cluster else count, lambda: self.threads)

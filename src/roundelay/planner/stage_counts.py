@@ -80,7 +80,7 @@ def default_workers(machine: Hardware, holders: int = 1, devices: str | None = N
     """The default number of workers of a replica; fewer if the model has fewer stages.
 
     One per device: those that are named, or every GPU if workers compute on GPUs. On the CPU one per core, at most two;
-    one where several share a stage, so that R replicas are R workers.
+    one where several share a stage, so that R replicas are R workers. All of a cluster that is declared.
 
     Args:
         machine: where they compute.
@@ -88,6 +88,8 @@ def default_workers(machine: Hardware, holders: int = 1, devices: str | None = N
         devices: as ``--devices``.
         transport: of the plan.
     """
+    if machine.cluster is not None:
+        return max(1, len(machine.cluster.workers) // holders)
     named = default_devices(machine, transport) if devices is None else devices
     if named == CPU:
         return 1 if holders > 1 else min(2, machine.cores)

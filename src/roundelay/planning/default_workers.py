@@ -29,6 +29,7 @@ def workers_are_open(choices: Choices) -> bool:
         choices: with the rule; one that reads older weights means something on several stages only.
     """
     sized = {"workers", "stages", "data_parallel", "tensor_parallel", "signatures", "zero", "hybrid", "memory_limit"}
+    sized |= {"cluster"}
     if choices.names() & sized or not in_pipeline(choices) or is_launched():
         return False
     assert choices.rule is not None, "the caller has chosen one"

@@ -17,11 +17,14 @@ from roundelay.guards.watch import preserving_state
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.planner.draft_plan import PLAIN, draft_plan
 from roundelay.planner.kept_bytes import SavedStorages
 from roundelay.planner.mesh_signatures import MeshFacts
+from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Divisibility, Hardware, Memo
 from roundelay.planner.stage_counts import default_workers as workers_on
 from roundelay.planning.compile_stages import for_plan
+from roundelay.planning.memory_report import held_by_optimizer
 from roundelay.planning.num_micro_batches import EXAMINED_BATCHES, examined
 from roundelay.planning.on_mesh import mesh_facts, with_softmaxes, without_writes_of
 from roundelay.planning.profiling import profiled, saved_storages
@@ -59,6 +62,12 @@ class Examined:
     def checkpointed(self) -> tuple[str, ...]:
         """Paths of modules that the model's code checkpoints itself."""
         return self.captured.checkpointed
+
+    @property
+    def state_bytes(self) -> Mapping[str, int] | None:
+        """Of each parameter's optimizer state, by name."""
+        draft = draft_plan(self.graph.fingerprint, PLAIN, 1, Choices())
+        return self.memo.of("state bytes", lambda: held_by_optimizer(self.job, self.captured, draft))
 
     def untouched(self) -> AbstractContextManager[object]:
         """A block in which the model may be called: afterwards the job's state is as it was, and no hook has run."""

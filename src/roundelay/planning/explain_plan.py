@@ -31,7 +31,8 @@ def explain(captured: Captured, plan: Plan, reasons: Sequence[str] = ()) -> list
     for k, stage in enumerate(plan.stages):
         ops = [op for end in stage.segments if (op := graph.ops[graph.index(end)]).target != BOX] or [graph.ops[-1]]
         ends = ", ".join(f"{op.name} ({op.module or 'the model'}, {op.target})" for op in ops)
-        where = "" if owners == [(worker,) for worker in range(size)] else f", {_named_workers(owners[k])}"
+        plain = owners == [(worker,) for worker in range(size)] and all(own.speed == 1.0 for own in plan.workers)
+        where = "" if plain else f", {_named_workers(plan, owners[k])}"
         places = dict.fromkeys(plan.devices[worker] for worker in owners[k])
         where += "" if set(places) == {CPU} else f" on {', '.join(places)}"
         lines.append(f"stage {k}{where}: up to {ends}; {stage.parameter_bytes / 1e6:.2f} MB of weights")
@@ -77,15 +78,16 @@ def _exchanges(plan: Plan) -> list[str]:
     return lines
 
 
-def _named_workers(numbers: Sequence[int]) -> str:
-    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, numbers))
+def _named_workers(plan: Plan, numbers: Sequence[int]) -> str:
+    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(plan.told, numbers))
 
 
 def _loader(plan: Plan) -> str:
     """Describe the loader's seconds, with a warning if it limits the rate."""
     again = plan.backward == "recompute"
     slowest = max(s.forward_s * (1 + again) + s.backward_s + s.weights_s for s in plan.stages)
-    line = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by a thread of worker 0 while the stages compute"
+    who = f"a thread of worker {plan.worker_of(0)}"
+    line = f"data: {plan.read_s * 1e3:.3g} ms per micro-batch, loaded by {who} while the stages compute"
     if plan.read_s <= slowest:
         return line
     passes = f"{slowest * 1e3:.3g} ms (forward_s + backward_s)"

@@ -19,7 +19,7 @@ from roundelay.job import Job
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import Asked, Candidate, Draft, candidate, drafted
 from roundelay.planner.choose_micro_batches import MicroBatchChoice, choose_micro_batches
-from roundelay.planner.costs import DIGITS
+from roundelay.planner.costs import DIGITS, over_links
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
@@ -109,8 +109,10 @@ def measured_plan(request: PlanRequest, draft: Draft) -> Planned:
     check_devices_exist(draft.plan.devices)
     made = candidate(request.source, request.asked, draft)
     result, savings = _measure(request.source, made, requested=request.asked.choices.recompute is not None)
-    if (limit := request.asked.choices.memory_limit) is not None:
-        check_memory(request.source, result, limit)
+    cluster, limit = request.asked.machine.cluster, request.asked.choices.memory_limit
+    result = over_links(result, cluster)
+    if limit is not None or cluster is not None:
+        check_memory(request.source, result, limit, cluster)
     return Planned(result, (*made.notices, *made.reasons, *savings), made.notices, made.warnings)
 
 

@@ -6,12 +6,15 @@ Sect. 2.3, Fig. 2). Here all that workers will hold is known from the plan: see 
 
 from __future__ import annotations
 
+import math
+
 from roundelay.errors import PlanError
 from roundelay.ir.num_bytes import bytes_text, parse_bytes
 from roundelay.ir.plan import Plan
 from roundelay.lower.partition import partition
+from roundelay.planner.cluster import Cluster
 from roundelay.planner.kept_bytes import again_in, made_again
-from roundelay.planner.memory_model import MemoryEstimate, estimate_memory
+from roundelay.planner.memory_model import MemoryEstimate, estimate_memory, limits_of
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.examined import Examined
 from roundelay.planning.memory_report import optimizer_bytes
@@ -24,32 +27,37 @@ _REMEDY = (
 _REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
 
 
-def check_memory(source: Examined, plan: Plan, limit: str | int) -> None:
-    """Check that no worker is predicted to hold more than a limit.
+def check_memory(source: Examined, plan: Plan, limit: str | int | None, cluster: Cluster | None = None) -> None:
+    """Check that no worker is predicted to hold more than a limit, if there is one.
 
     Args:
         source: the job.
         plan: a plan that fits it.
-        limit: bytes of each worker, such as ``8GiB``.
+        limit: bytes of each worker, such as ``8GiB``; None for any number.
+        cluster: has its workers, with limits of their own.
 
     Raises:
         PlanError: naming the worker that holds most, and what; or the optimizer's state is not known.
     """
-    most = parse_bytes(limit, "--memory-limit")
+    each = math.inf if limit is None else parse_bytes(limit, "--memory-limit")
+    limits = limits_of(plan, each, cluster)
+    if min(limits) == math.inf:
+        return
     estimates = predicted_memory(source, plan)
     if estimates is None:
         raise PlanError(
-            "--memory-limit",
+            "--memory-limit" if limit is not None else "memory of the cluster's workers",
             got="an optimizer whose state is not known before its first step",
             expected="one that can step on tensors without memory, as those of torch.optim can",
-            remedy="Leave --memory-limit out; `summary.json` of a run says what was held.",
+            remedy="Leave it out; `summary.json` of a run says what was held.",
         )
-    worker, largest = max(enumerate(estimates), key=lambda pair: pair[1].total)
+    pairs = enumerate(zip(estimates, limits, strict=True))
+    worker, (largest, most) = max(pairs, key=lambda pair: pair[1][0].total - pair[1][1])
     if largest.total > most:
         raise PlanError(
             f"memory of worker {worker}, which runs " + _stages(plan, worker),
             got=f"{bytes_text(largest.total)} ({_items(largest)})",
-            expected=f"at most {bytes_text(most)}, by --memory-limit",
+            expected=f"at most {bytes_text(most)}, by " + ("--memory-limit" if most == each else "the cluster file"),
             remedy=_REMEDY if plan.layout == PIPELINE else _REMEDY_IN_LAYOUTS,
         )
 

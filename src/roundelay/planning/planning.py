@@ -25,6 +25,7 @@ from roundelay.lower.partition import partition
 from roundelay.lower.reading import read
 from roundelay.lower.validate_plan import check_deadline, check_fit, check_plan
 from roundelay.planner.candidate import asked_of
+from roundelay.planner.holder_choices import cluster_of
 from roundelay.planner.plan_exchanges import check_exchanges, plan_exchanges
 from roundelay.planner.plan_options import DEADLINE_S, Choices, Keywords, from_keywords, shows_choices
 from roundelay.planner.prove_plan import prove, prove_checked
@@ -168,7 +169,7 @@ def plan_with_reasons(
     choices = choices.over(Choices(ema=job.ema, deadline_s=DEADLINE_S))
     deadline_s = choices.deadline_s or DEADLINE_S
     captured = captured or capture(job, seed=seed, deadline_s=deadline_s, tell=tell)
-    asked = asked_of(captured.graph, choices, hardware_here())
+    asked = asked_of(captured.graph, choices, replace(hardware_here(), cluster=cluster_of(choices)))
     request = PlanRequest(Examined(job, captured, seed, tell), asked)
     if asked.cut is None and workers_are_open(asked.given):
         return plan_one_or_two_workers(request)

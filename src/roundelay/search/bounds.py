@@ -37,7 +37,8 @@ class Bounds:
         """Seconds of a batch that no plan of these choices undercuts; 0 where none is known.
 
         That is of a layout, and of a number of micro-batches that the rule chooses. Stages need not wait for each other
-        (they may be towers of which each has a stage), so the work of a batch is divided evenly over all workers.
+        (they may be towers of which each has a stage), so the work of a batch is divided over all workers,
+        by their speeds.
         """
         if choices.layout not in (None, PIPELINE) or choices.micro_batches is None:
             return 0.0
@@ -45,7 +46,9 @@ class Bounds:
         micro_batches = choices.micro_batches
         threads = choices.threads or self._machine.threads_each((CPU,) * (replicas * parts * workers))
         work_s = SLACK * self._work_s(self._facts.rows_of(micro_batches * replicas), threads) / parts
-        return work_s * micro_batches / workers
+        count, cluster = replicas * parts * workers, self._machine.cluster
+        speeds = [1.0] * count if cluster is None else [worker.speed for worker in cluster.workers]
+        return work_s * micro_batches * replicas * parts / sum(sorted(speeds, reverse=True)[:count])
 
     def _measured_work_s(self, rows: int, threads: int) -> float:
         """Seconds of all forwards and backwards of a micro-batch."""

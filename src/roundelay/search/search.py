@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roundelay.errors import PlanError, RoundelayError
 from roundelay.ir.num_bytes import bytes_text
+from roundelay.ir.plan import Plan
 from roundelay.planner.machine_profile import MachineProfile
-from roundelay.planner.memory_model import estimate_memory
+from roundelay.planner.memory_model import estimate_memory, limits_of
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import Priced, priced
@@ -39,6 +41,16 @@ class Task:
     memory: int | None = None
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict, hash=False)
 
+    def limits(self, plan: Plan) -> list[float]:
+        """Bytes that each worker of a plan may hold."""
+        return limits_of(plan, math.inf if self.memory is None else self.memory, self.machine.cluster)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some worker may hold so many bytes only."""
+        cluster = self.machine.cluster
+        return self.memory is not None or (cluster is not None and min(w.memory for w in cluster.workers) < math.inf)
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
@@ -48,11 +60,13 @@ class Tried:
         choices: complete.
         priced: the plan, with seconds.
         memory: bytes of the worker that would hold most; None where the optimizer does not tell.
+        lacking: bytes that a worker would hold beyond its limit, at most; 0 where all fit.
     """
 
     choices: Choices
     priced: Priced
     memory: int | None
+    lacking: float = 0.0
 
     @property
     def batch_s(self) -> float:
@@ -103,7 +117,7 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
     Raises:
         PlanError: none of them is a plan of this model, or all would hold too much.
     """
-    if task.memory is not None and task.facts.state_bytes is None:
+    if task.is_limited and task.facts.state_bytes is None:
         raise PlanError(
             "--memory-limit",
             got="an optimizer whose state is not known before its first step",
@@ -128,8 +142,8 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
         except RoundelayError as error:
             refused[_why(error)] += 1
             continue
-        if task.memory is not None and (one.memory is None or one.memory > task.memory):
-            smallest = one if smallest is None or _size(one) < _size(smallest) else smallest
+        if one.lacking > 0:
+            smallest = one if smallest is None or one.lacking < smallest.lacking else smallest
             continue
         best = sorted([*best, one], key=lambda each: each.batch_s)[:kept]
         if own is None or one.batch_s < own.batch_s:
@@ -151,13 +165,11 @@ def tried(task: Task, choices: Choices) -> Tried:
     made = priced(task.facts, choices, task.machine, task.profiles.get(choices.transport or "memory"))
     if (count := made.plan.num_workers) > task.workers:
         raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
-    known = task.memory is not None and made.state_bytes is not None
-    each = estimate_memory(made.plan, made.state_bytes or (), made.again_bytes) if known else ()
-    return Tried(choices, made, max([one.total for one in each], default=None))
-
-
-def _size(one: Tried) -> float:
-    return float("inf") if one.memory is None else one.memory
+    if not task.is_limited or made.state_bytes is None:
+        return Tried(choices, made, None)
+    totals = [own.total for own in estimate_memory(made.plan, made.state_bytes, made.again_bytes)]
+    beyond = [total - limit for total, limit in zip(totals, task.limits(made.plan), strict=True)]
+    return Tried(choices, made, max(totals), max(0.0, *beyond))
 
 
 def _why(error: RoundelayError) -> str:
@@ -165,7 +177,7 @@ def _why(error: RoundelayError) -> str:
 
 
 def _nothing(task: Task, refused: Mapping[str, int], smallest: Tried | None) -> PlanError:
-    if smallest is None or smallest.memory is None or task.memory is None:
+    if smallest is None or smallest.memory is None:
         why = "; ".join(f"{count} times {text}" for text, count in list(refused.items())[:3])
         return PlanError(
             "the search",
@@ -173,12 +185,14 @@ def _nothing(task: Task, refused: Mapping[str, int], smallest: Tried | None) -> 
             expected="a plan of this model",
             remedy="Give less of it, or more --workers.",
         )
-    lacking = smallest.memory - task.memory
+    limits = dict.fromkeys([bytes_text(own) for own in task.limits(smallest.priced.plan) if own < math.inf])
+    lacking = bytes_text(smallest.lacking)
     return PlanError(
         "the search",
         got=f"no plan that fits: the smallest holds {bytes_text(smallest.memory)} on a worker",
-        expected=f"at most {bytes_text(task.memory)} on each, by --memory-limit",
-        remedy=f"Smallest fix: {bytes_text(lacking)} more on each worker; then {shown(smallest.choices)} fits.",
+        expected=f"at most {' or '.join(limits)} on each, by "
+        + ("--memory-limit" if task.machine.cluster is None else "the cluster file"),
+        remedy=f"Smallest fix: {lacking} more on each worker; then {shown(smallest.choices)} fits.",
     )
 
 

@@ -80,8 +80,7 @@ def _first_better(
             own = tried(task, choices)
         except RoundelayError:
             continue
-        fits = task.memory is None or (own.memory is not None and own.memory <= task.memory)
-        if fits and own.batch_s < LESS * best.batch_s:
+        if not own.lacking and own.batch_s < LESS * best.batch_s:
             return own, moved, left
     return None
 

@@ -72,9 +72,11 @@ def family(choices: Choices) -> str:
 
 
 def transports_of(given: Choices, machine: Hardware) -> tuple[str, ...]:
-    """Those that may carry the messages between workers of this host."""
+    """Those that may carry the messages between the workers, on this host or on several nodes."""
     if given.transport is not None:
         return (given.transport,)
+    if machine.cluster is not None and machine.cluster.most_on_a_node < len(machine.cluster.workers):
+        return ("gloo",)
     named = (given.devices or default_devices(machine, "memory")).split(",")
     on_cpu = all(one.strip() == CPU for one in named)
     return tuple(name for name, row in TRANSPORTS.items() if name == "memory" or (on_cpu and name == "shm"))

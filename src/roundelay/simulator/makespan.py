@@ -20,7 +20,7 @@ from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.ir.program import Instruction, Program
-from roundelay.lower.alike_holders import first_holders
+from roundelay.lower.alike_holders import equally_fast, first_holders
 from roundelay.lower.channels import REGISTERS
 from roundelay.lower.emit import emit
 from roundelay.lower.priced_bytes import message_bytes
@@ -39,7 +39,8 @@ def makespan_s(plan: Plan, micro_batches: Sequence[MicroBatch]) -> float:
         PlanError: as :func:`roundelay.simulator.simulate`.
     """
     reading = read(plan)
-    if micro_batches and reading.form is None and not (reading.needs_norm and reading.mesh.size > 1):
+    alike = reading.form is None and not (reading.needs_norm and reading.mesh.size > 1) and equally_fast(plan)
+    if micro_batches and alike:
         try:
             holders = _Holders(plan, micro_batches)
             holders.run()
@@ -90,6 +91,11 @@ class _Holders(Clock):
     def bytes(self) -> dict[int, int]:
         """By channel the bytes of a message."""
         return message_bytes(self._first)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast the holders of each worker's stages are."""
+        return tuple([worker.speed for worker in self._first.plan.workers])
 
     @cached_property
     def exchanges(self) -> dict[int, ExchangePlan]:
@@ -151,7 +157,7 @@ class _Holders(Clock):
         self.now += self.load_s(worker, g)
         if self._size == 1:
             return self.now, self.now
-        other = max(other, self.now + self.transfer_s(-1, self.plan.input_bytes))
+        other = max(other, self.now + self.transfer_s(-1, self.plan.input_bytes, -1))
         self._registers.append(other + self.plan.latency_s)
         return self.now, other
 
@@ -175,7 +181,7 @@ class _Holders(Clock):
             for number in gives:
                 waiting[number].append(self._arrivals(number, worker, (first, other)))
             for number in takes:
-                grant_s = 0.0 if self.channels[number].filled_by(worker) else self.plan.latency_s
+                grant_s = 0.0 if self.channels[number].filled_by(worker) else self.links[number][0]
                 waiting[~number].append((first + grant_s, other + grant_s))
         return first, other
 
@@ -185,7 +191,7 @@ class _Holders(Clock):
             return times
         arrivals = []
         for i, self.now in enumerate(times):
-            arrivals.append(self.now + self.transfer_s(2 * number + i, self.bytes[number]))
+            arrivals.append(self.now + self.transfer_s(2 * number + i, self.bytes[number], number))
         return arrivals[0], arrivals[1]
 
 

@@ -107,6 +107,19 @@ class Clock:
         own = self.exchanges.items()
         return {number: exchange_s(self.plan, e, len(self.channels[number].sources)) for number, e in own}
 
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast each worker is."""
+        return tuple([worker.speed for worker in self.plan.workers])
+
+    @cached_property
+    def links(self) -> dict[int, tuple[float, float]]:
+        """Seconds of an empty message and bytes per second of each channel; of the plan's data under -1."""
+        usual = self.plan.latency_s, self.plan.bytes_per_s
+        own = {(e.source, e.target): (e.latency_s, e.bytes_per_s) for e in self.plan.edges if e.bytes_per_s}
+        ends = {n: sorted([c.sources[0].stage, c.targets[0].stage]) for n, c in self.channels.items() if own}
+        return dict.fromkeys([-1, *self.channels], usual) | {n: own.get((a, b), usual) for n, (a, b) in ends.items()}
+
     def prepared(self, program: Program) -> Program:
         """The program that a machine runs."""
         return program
@@ -174,7 +187,7 @@ class Clock:
             self.count(number, worker, -1)
             channel = self.channels[number]
             producer = worker if channel.phases else channel.refilled_by(run.g).worker
-            grant_s = 0.0 if producer == worker else self.plan.latency_s
+            grant_s = 0.0 if producer == worker else self.links[number][0]
             self.push(grant_s, producer, partial(self.machines[producer].grant, number, worker))
 
     def header(self, worker: int, run: Run) -> MicroBatch:
@@ -188,7 +201,7 @@ class Clock:
         """Let a message arrive."""
         consumer = self.channels[number].target_of(header.g).worker
         arrive = partial(self.machines[consumer].arrive, number, header)
-        self.push(0.0 if consumer == worker else self.transfer_s(number, self.bytes[number]), consumer, arrive)
+        self.push(0.0 if consumer == worker else self.transfer_s(number, self.bytes[number], number), consumer, arrive)
 
     def box(self, number: int, header: MicroBatch) -> None:
         """Count a holder that begins an exchange; when all have, it takes its time and is complete for each."""
@@ -213,11 +226,12 @@ class Clock:
         self.bytes_on_way[consumer] += change * self.bytes[number]
         self.bytes_on_way_peak[consumer] = max(self.bytes_on_way_peak[consumer], self.bytes_on_way[consumer])
 
-    def transfer_s(self, link: int, num_bytes: int) -> float:
-        """Return the seconds until a message sent now arrives; messages of one link are sent one by one."""
+    def transfer_s(self, link: int, num_bytes: int, number: int) -> float:
+        """Return the seconds until a message on a channel arrives; messages of one link are sent one by one."""
+        latency_s, bytes_per_s = self.links[number]
         start = max(self.now, self.link_free.get(link, 0.0))
-        self.link_free[link] = start + num_bytes / self.plan.bytes_per_s
-        return self.link_free[link] + self.plan.latency_s - self.now
+        self.link_free[link] = start + num_bytes / bytes_per_s
+        return self.link_free[link] + latency_s - self.now
 
     def load_s(self, worker: int, g: int) -> float:
         """Return the seconds until the micro-batch to be read now is in a register."""
@@ -233,8 +247,8 @@ class Clock:
         return reader.request(header.batch, batch_s, self.now) - self.now
 
     def compute_s(self, program: Program, line: Instruction) -> float:
-        """Return the predicted seconds of a line of a program."""
-        return self.plan.instruction_s + self._work_s(program, line)
+        """Return the predicted seconds of a line of a program on its worker."""
+        return (self.plan.instruction_s + self._work_s(program, line)) / self.speeds[program.worker]
 
     def _work_s(self, program: Program, line: Instruction) -> float:
         stage, recompute = self.plan.stages[line.stage], line.mode == "recompute"

@@ -1,0 +1,89 @@
+"""Which workers of a declared cluster hold which stages: groups of them, one for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from roundelay.errors import PlanError
+from roundelay.ir.plan import Plan, WorkerPlan
+from roundelay.planner.cluster import Cluster, ClusterWorker
+from roundelay.planner.partition_dp import Holders, Seats
+from roundelay.schedules import PIPELINE
+
+Owners = Sequence[Sequence[int]]
+"""For each stage, the numbers of the workers that hold it."""
+
+
+def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
+    """What may hold the stages of a pipeline; None in another layout.
+
+    The holders of a stage wait for each other, so neighbours by speed are together. Where workers alternate several
+    stages the fastest come first.
+
+    Args:
+        cluster: with its workers.
+        draft: with its workers.
+        owners: of its stages.
+
+    Raises:
+        PlanError: it has more workers than there are.
+    """
+    if draft.num_workers > len(cluster.workers):
+        raise PlanError(
+            "workers of the plan",
+            got=str(draft.num_workers),
+            expected=f"at most {len(cluster.workers)}, as the cluster file has",
+            remedy="Give fewer --workers, or declare more.",
+        )
+    if draft.layout != PIPELINE:
+        return None
+    every = sorted(cluster.workers, key=lambda own: (-own.speed, -own.memory, own.node, own.number))
+    alike: dict[Holders, list[tuple[ClusterWorker, ...]]] = {}
+    for group in _grouped(every, draft):
+        alike.setdefault(_holders(group, cluster), []).append(group)
+    kinds = tuple([replace(kind, groups=tuple(groups)) for kind, groups in alike.items()])
+    places, links = _places(draft, owners), cluster.links
+    between = None if links is None else (links.between.latency_s, links.between.bytes_per_s)
+    fastest = Seats(kinds).fastest(1 + max(places))
+    order = tuple([fastest[place] for place in places]) if len(fastest) < len(places) else ()
+    return Seats(kinds, order, between=between)
+
+
+def placed(
+    cluster: Cluster, draft: Plan, owners: Owners, seats: Seats | None, order: Sequence[int]
+) -> tuple[tuple[WorkerPlan, ...], list[list[str]]]:
+    """The workers of a plan, in the order of the cluster; and for each stage the names of its holders.
+
+    Args:
+        cluster: with its workers.
+        draft: with its workers.
+        owners: of its stages.
+        seats: what may hold them; None in another layout than a pipeline.
+        order: for each stage the kind that holds it; empty where the workers stand as they are given.
+    """
+    seat = dict(enumerate(cluster.workers))
+    if seats is not None:
+        left, given = [iter(kind.groups) for kind in seats.kinds], _grouped(cluster.workers, draft)
+        groups: dict[int, Sequence[ClusterWorker]] = {} if order else dict(enumerate(given))
+        for place, kind in zip(_places(draft, owners), order, strict=False):
+            groups[place] = groups.get(place) or next(left[kind])
+        seat = {n: one for own in owners for n, one in zip(own, groups[own[0] // draft.mesh_size], strict=True)}
+    used = sorted({seat[n] for own in owners for n in own}, key=lambda one: one.number)
+    workers = [replace(w, name=own.name, speed=own.speed) for w, own in zip(draft.workers, used, strict=True)]
+    return tuple(workers), [[seat[n].name for n in own] for own in owners]
+
+
+def _places(draft: Plan, owners: Owners) -> list[int]:
+    """For each stage its place in the pipeline."""
+    return [own[0] // draft.mesh_size for own in owners]
+
+
+def _grouped(workers: Sequence[ClusterWorker], draft: Plan) -> list[tuple[ClusterWorker, ...]]:
+    size = draft.replicas * draft.mesh_size
+    return [tuple(workers[i : i + size]) for i in range(0, len(workers) - size + 1, size)]
+
+
+def _holders(group: Sequence[ClusterWorker], cluster: Cluster) -> Holders:
+    nodes = tuple([own.node for own in group if cluster.links])
+    return Holders((), min(own.speed for own in group), min(own.memory for own in group), nodes)
