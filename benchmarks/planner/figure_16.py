@@ -2,7 +2,7 @@
 
 One and two workers are run here, processes over shared memory with one thread each; more are simulated, from the same
 facts: nodes of 8 workers as fast as this machine's cores, within a node the links that a profile of this machine has,
-between nodes 10 Gbit/s and 20 microseconds, declared. A batch of 64 sequences, whatever the number of workers.
+between nodes 10 Gbit/s and 20 microseconds, declared. A batch of 32 sequences, whatever the number of workers.
 
     .venv/bin/python -m benchmarks.planner.figure_16 [--anyway] [--out FILE] [--short]
 """
@@ -30,7 +30,7 @@ from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined
 from roundelay.search.search import Task, tried
 
-LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 64, 64
+LAYERS, WIDTH, ROWS, LENGTH = 8, 256, 32, 64
 NODE, MOST, HEADS = 8, 32, 4
 BETWEEN = ClusterLink(latency_s=20e-6, bytes_per_s=1.25e9)
 

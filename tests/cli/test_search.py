@@ -219,3 +219,23 @@ def test_the_plan_is_cut_where_the_one_that_was_chosen_is(
     assert uneven[0].segments != equal[0].segments
     assert len(uneven[0].segments) == 1
     assert uneven[0].parameter_bytes < equal[0].parameter_bytes
+
+
+def test_other_rules_are_chosen_where_they_are_allowed_and_worth_it(
+    capsys: pytest.CaptureFixture[str], workplace: Path
+) -> None:
+    search = ("plan", MLP, "--search", "--workers", 2, "--finals", 0, "--json")
+    usual = here(capsys, *search).json
+    cheap = here(capsys, *search, "--allow", "pipedream-2bw=0.01").json
+    assert (usual["chosen"]["batches"], cheap["chosen"]["batches"]) == (1.0, 0.01)
+    assert cheap["chosen"]["choices"]["rule"] == "pipedream-2bw"
+    costs = [one["batches"] * one["predicted_s"] for one in cheap["top"]]
+    assert costs == sorted(costs)
+    assert 0.0 <= cheap["gap"] <= 1.0
+    dear = here(capsys, *search, "--allow", "pipedream-2bw=1000").json
+    assert dear["chosen"]["choices"]["rule"] != "pipedream-2bw"
+    for wrong, said in (("pipedream-2bw", "as many batches"), ("pipedream=-1", "as many batches"), ("fast=2", "fast")):
+        failed = here(capsys, *search, "--allow", wrong)
+        assert failed.code == 2
+        assert said in failed.err
+    assert "--search" in here(capsys, "plan", MLP, "--allow", "pipedream=2").err

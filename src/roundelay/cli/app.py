@@ -22,6 +22,7 @@ from roundelay.calibration import SECONDS
 from roundelay.cli import options as o
 from roundelay.cli.changed_by_job import own_arguments
 from roundelay.cli.check_options import (
+    allowed_rules,
     check_choices,
     check_comparison,
     check_explained,
@@ -117,11 +118,20 @@ def plan(
             metavar="runnable|all",
         ),
     ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            help="With --search: other rules that may be chosen, each with how many times as many batches it needs to "
+            "reach the same loss.",
+            metavar="RULE=FACTOR[,...]",
+        ),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Write a job's plan: readable, editable, versioned text."""
     o.refuse_launcher("plan")
     check_space(space, choices, output, search=search, finals=bool(finals))
+    allowed = allowed_rules(job_file, allow, search=search and space != "all")
     if space == "all":
         check_choices(job_file, replace(choices, cluster=None))
         load("cli.signatures_command").signatures_command(job_file, choices, seed, as_json=as_json)
@@ -129,8 +139,8 @@ def plan(
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command
-        usual = 4 if choices.cluster is None else 0
-        command(job_file, choices, seed, output, finals=usual if finals is None else finals, as_json=as_json)
+        finals = 0 if finals is None and choices.cluster is not None else finals
+        command(job_file, choices, seed, output, finals=finals, allowed=allowed, as_json=as_json)
         return
     if finals is not None:
         raise UsageError("--finals", got="no --search", expected="--search", remedy="Give --search, or leave it out.")

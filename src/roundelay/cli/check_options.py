@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,33 @@ def check_search(job_file: Path, choices: Choices, show: str | None) -> None:
             "--search with --show", got=show, expected="one of them", remedy="Write the plan, then show it."
         )
     check_choices(job_file, choices, planned=True)  # each by itself: what else is needed is searched
+
+
+def allowed_rules(job_file: Path, allow: str | None, *, search: bool) -> dict[str, float]:
+    """Rules that a search may choose beside the given one, and how many times as many batches each needs.
+
+    Raises:
+        UsageError: it is no list of rules with factors, or nothing is searched.
+        PlanError: there is no such rule, and the job registers none.
+    """
+    if allow is not None and not search:
+        raise UsageError("--allow", got="no --search for a plan", expected="--search", remedy="Give --search.")
+    found = {}
+    for entry in [] if allow is None else allow.split(","):
+        name, _, text = (part.strip() for part in entry.partition("="))
+        _is_known(job_file, name)
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = math.nan
+        if not 0 < found[name] < math.inf:
+            raise UsageError(
+                "--allow",
+                got=repr(entry),
+                expected="rules, each with how many times as many batches it needs, such as pipedream-2bw=1.1",
+                remedy="Measure it with roundelay compare: a rule without a factor would win by assumption.",
+            )
+    return found
 
 
 def check_space(space: str | None, choices: Choices, output: Path | None, *, search: bool, finals: bool) -> None:

@@ -25,7 +25,14 @@ SHOWN = 5
 
 
 def search_command(
-    job_file: Path, choices: Choices, seed: int, output: Path | None, *, finals: int | None, as_json: bool
+    job_file: Path,
+    choices: Choices,
+    seed: int,
+    output: Path | None,
+    *,
+    finals: int | None,
+    allowed: Mapping[str, float],
+    as_json: bool,
 ) -> None:
     """Search for a plan, and write it; ended early, write the best so far.
 
@@ -35,6 +42,7 @@ def search_command(
         seed: of the data.
         output: where to write it; None: to stdout.
         finals: how many of the best are run; None: :data:`~roundelay.finals.search_plan.FINALS`.
+        allowed: rules that may be chosen beside the given one, and how many times as many batches each needs.
         as_json: print one JSON object.
     """
     paths = PathResolver()
@@ -43,7 +51,7 @@ def search_command(
     with stderr.status("Capturing the model ...") as status:
         tell = (lambda words: None) if as_json else status.update if stderr.is_terminal else _Log()
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
-        searching = SearchPlan(job, captured, choices, seed, tell)
+        searching = SearchPlan(job, captured, choices, seed, tell, allowed=allowed)
         try:
             searched = searching.run(FINALS if finals is None else finals)
         except KeyboardInterrupt:
@@ -116,6 +124,7 @@ def _in_short(one: Tried) -> str:
     plan = one.priced.plan
     words = [plan.arrangement, plan.rule, f"M {plan.micro_batches}"]
     words += [plan.layout] * (plan.layout != PIPELINE) + ["recomputed"] * bool(plan.recompute)
+    words += [f"{one.batches:g} x as many batches"] * (one.batches != 1.0)
     words += [plan.transport] * (plan.num_workers > 1) + [counted(plan.threads, "thread")] * (plan.num_workers == 1)
     return ", ".join(words)
 
@@ -139,4 +148,4 @@ def _json(searched: Searched, text: str) -> Mapping[str, Any]:
 
 def _tried_json(one: Tried) -> dict[str, Any]:
     choices = {name: v if isinstance(v, int | float | str) else str(v) for name, v in one.choices.given().items()}
-    return {"choices": choices, "predicted_s": one.batch_s, "memory_bytes": one.memory}
+    return {"choices": choices, "predicted_s": one.batch_s, "batches": one.batches, "memory_bytes": one.memory}

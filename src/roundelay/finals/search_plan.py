@@ -203,11 +203,20 @@ class SearchPlan:
         seed: of the data.
         tell: called with every phase.
         show_wait: called when waiting for the loader takes long.
+        allowed: rules that may be chosen beside the given one, and how many times as many batches each needs.
     """
 
     def __init__(
-        self, job: Job, captured: Captured, given: Choices, seed: int, tell: Tell, show_wait: OnWait = ignore_wait
+        self,
+        job: Job,
+        captured: Captured,
+        given: Choices,
+        seed: int,
+        tell: Tell,
+        show_wait: OnWait = ignore_wait,
+        allowed: Mapping[str, float] | None = None,
     ) -> None:
+        self._allowed = allowed or {}
         self._machine = replace(hardware_here(), cluster=cluster_of(given))
         self._job, self._captured, self._given, self._seed = job, captured, given, seed
         self._tell, self._show_wait = tell, show_wait
@@ -227,9 +236,10 @@ class SearchPlan:
             profiles = profiles_of(self._given, self._machine, self._tell)
         with self._phase("facts", "Measuring the model's operations ..."):
             examined = Examined(self._job, self._captured, self._seed, self._show_wait)
-            task = task_of(examined, self._given, self._machine, profiles)
+            task = replace(task_of(examined, self._given, self._machine, profiles), needs=self._allowed)
         with self._phase("search", "Searching ..."):
-            points = space(self._pins, task.facts, task.machine, task.workers)
+            pins = [self._pins, *(replace(self._pins, rule=rule) for rule in self._allowed)]
+            points = [point for own in pins for point in space(own, task.facts, task.machine, task.workers)]
             found = with_shifted_cuts(task, search(task, points, tell=self._progress), self._progress)
             families = baselines(self._pins, task.machine, task.workers)
             known = {name: _maybe(task, one) for name, one in families.items()}
@@ -268,7 +278,7 @@ class SearchPlan:
                 except RoundelayError as error:
                     failed[name] = str(error)
         run = [Final(name, one, measured.get(name), failed.get(name, "")) for name, one in finalists]
-        return sorted(run, key=lambda final: final.measured_s or float("inf"))
+        return sorted(run, key=lambda final: final.tried.batches * (final.measured_s or float("inf")))
 
     def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
         cuts = inherited(chosen.priced.plan, Choices()).cuts  # as they were run; elsewhere a mesh's boxings stand there
@@ -307,8 +317,8 @@ def _finalists(found: Found, finals: int) -> list[tuple[str, Tried]]:
     if not finals:
         return []
     wanted = [(f"best {i + 1}", one) for i, one in enumerate(found.best[:finals])]
-    near_s = FAR * found.best[0].batch_s
-    wanted += [(name, one) for name, one in found.families.items() if one.batch_s < near_s or name == ALONE]
+    near_s = FAR * found.best[0].cost_s
+    wanted += [(name, one) for name, one in found.families.items() if one.cost_s < near_s or name == ALONE]
     plans: dict[object, tuple[str, Tried]] = {}
     for name, one in wanted:
         plans.setdefault(one.priced.plan, (name, one))

@@ -33,6 +33,7 @@ class Task:
         workers: that there are.
         memory: bytes that a worker may hold by prediction; None for any number.
         profiles: of the machine, by transport.
+        needs: how many times as many batches as the others a rule needs to get as far; by default as many.
     """
 
     facts: ModelFacts
@@ -40,6 +41,11 @@ class Task:
     workers: int
     memory: int | None = None
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict, hash=False)
+    needs: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def batches(self, choices: Choices) -> float:
+        """How many batches of these choices do what one does."""
+        return self.needs.get(choices.rule or "", 1.0)
 
     def limits(self, plan: Plan) -> list[float]:
         """Bytes that each worker of a plan may hold."""
@@ -61,17 +67,24 @@ class Tried:
         priced: the plan, with seconds.
         memory: bytes of the worker that would hold most; None where the optimizer does not tell.
         lacking: bytes that a worker would hold beyond its limit, at most; 0 where all fit.
+        batches: how many of its batches do what one of the given rule does.
     """
 
     choices: Choices
     priced: Priced
     memory: int | None
     lacking: float = 0.0
+    batches: float = 1.0
 
     @property
     def batch_s(self) -> float:
         """Predicted seconds of a batch."""
         return self.priced.batch_s
+
+    @property
+    def cost_s(self) -> float:
+        """Predicted seconds of as many batches as do what one does: by these plans are compared."""
+        return self.batches * self.batch_s
 
 
 Tell = Callable[[int, int, Tried | None], None]
@@ -88,7 +101,8 @@ class Found:
         points: size of the space.
         simulated: how many of it were simulated; all others are bounded by what they compute.
         refused: why others are no plans of this model, by how many.
-        bound_s: seconds of a batch that no plan of the space undercuts, wherever it is cut; layouts have no bound.
+        bound_s: seconds (:attr:`Tried.cost_s`) that no plan of the space undercuts, wherever it is cut; layouts have no
+            bound.
     """
 
     best: tuple[Tried, ...]
@@ -101,7 +115,7 @@ class Found:
     @property
     def gap(self) -> float:
         """By how much of its seconds the best could be undercut at most, by a plan that is cut elsewhere too."""
-        best_s = self.best[0].batch_s
+        best_s = self.best[0].cost_s
         return max(0.0, best_s - self.bound_s) / best_s if best_s else 0.0
 
 
@@ -125,7 +139,7 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
             remedy="Leave --memory-limit out.",
         )
     bounds = Bounds(task.facts, task.machine)
-    ordered = sorted(((bounds.least_s(point), i) for i, point in enumerate(points)))
+    ordered = sorted(((task.batches(point) * bounds.least_s(point), i) for i, point in enumerate(points)))
     best: list[Tried] = []
     families: dict[str, Tried] = {}
     refused: Counter[str] = Counter()
@@ -133,7 +147,7 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
     count = 0
     for least_s, i in ordered:
         own = families.get(family(points[i]))
-        if len(best) == kept and least_s >= best[-1].batch_s and own is not None and least_s >= own.batch_s:
+        if len(best) == kept and least_s >= best[-1].cost_s and own is not None and least_s >= own.cost_s:
             continue
         tell(count, len(points), best[0] if best else None)
         count += 1
@@ -145,12 +159,12 @@ def search(task: Task, points: Sequence[Choices], kept: int = KEPT, tell: Tell =
         if one.lacking > 0:
             smallest = one if smallest is None or one.lacking < smallest.lacking else smallest
             continue
-        best = sorted([*best, one], key=lambda each: each.batch_s)[:kept]
-        if own is None or one.batch_s < own.batch_s:
+        best = sorted([*best, one], key=lambda each: each.cost_s)[:kept]
+        if own is None or one.cost_s < own.cost_s:
             families[family(one.choices)] = one
     if not best:
         raise _nothing(task, refused, smallest)
-    fastest = dict(sorted(families.items(), key=lambda pair: pair[1].batch_s))
+    fastest = dict(sorted(families.items(), key=lambda pair: pair[1].cost_s))
     bound_s = min((least_s for least_s, _ in ordered if least_s), default=0.0)
     return Found(tuple(best), fastest, len(points), count, dict(refused), bound_s)
 
@@ -166,10 +180,10 @@ def tried(task: Task, choices: Choices) -> Tried:
     if (count := made.plan.num_workers) > task.workers:
         raise PlanError("workers of the plan", got=str(count), expected=f"at most {task.workers}", remedy="Give more.")
     if not task.is_limited or made.state_bytes is None:
-        return Tried(choices, made, None)
+        return Tried(choices, made, None, batches=task.batches(choices))
     totals = [own.total for own in estimate_memory(made.plan, made.state_bytes, made.again_bytes)]
     beyond = [total - limit for total, limit in zip(totals, task.limits(made.plan), strict=True)]
-    return Tried(choices, made, max(totals), max(0.0, *beyond))
+    return Tried(choices, made, max(totals), max(0.0, *beyond), task.batches(choices))
 
 
 def _why(error: RoundelayError) -> str:

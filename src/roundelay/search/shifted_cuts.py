@@ -37,16 +37,16 @@ def with_shifted_cuts(task: Task, found: Found, tell: Tell = lambda *_: None) ->
         found: by it.
         tell: called before each plan.
     """
-    near_s = NEAR * found.best[0].batch_s
-    pipelines = [one for one in (*found.best, *found.families.values()) if one.batch_s < near_s and _cuts(one)]
+    near_s = NEAR * found.best[0].cost_s
+    pipelines = [one for one in (*found.best, *found.families.values()) if one.cost_s < near_s and _cuts(one)]
     better = {}
     for one in pipelines[:SHIFTED]:
         tell(found.simulated, found.points, one)
         better[one.choices] = _shifted(task, one)
-    every = sorted([better.get(one.choices, one) for one in found.best], key=lambda one: one.batch_s)
+    every = sorted([better.get(one.choices, one) for one in found.best], key=lambda one: one.cost_s)
     families = {name: better.get(one.choices, one) for name, one in found.families.items()}
     families |= {family(one.choices): one for one in reversed(every)}
-    fastest = dict(sorted(families.items(), key=lambda pair: pair[1].batch_s))
+    fastest = dict(sorted(families.items(), key=lambda pair: pair[1].cost_s))
     return replace(found, best=tuple(every[:KEPT]), families=fastest)
 
 
@@ -80,7 +80,7 @@ def _first_better(
             own = tried(task, choices)
         except RoundelayError:
             continue
-        if not own.lacking and own.batch_s < LESS * best.batch_s:
+        if not own.lacking and own.cost_s < LESS * best.cost_s:
             return own, moved, left
     return None
 
