@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from roundelay.errors import PlanError
+from roundelay.planning.examined import Examined
+from roundelay.planning.memory_limit import predicted_memory
 from roundelay.planning.memory_report import optimizer_bytes
 from roundelay.planning.planning import capture, fitted
 from roundelay.planning.planning import plan as make_plan
@@ -50,6 +53,17 @@ def test_what_prediction_keeps_of_the_last_update_is_counted(predictor: str, cop
     partition = fitted(captured, plan)
     weights = sum(p.numel() * p.element_size() for p in captured.model.parameters())
     assert optimizer_bytes(job, captured, partition, replace(plan, predictor=predictor)) == [copies * weights]
+
+
+def test_a_limit_counts_what_a_backward_computes_again() -> None:
+    job = make()
+    source = Examined(job, capture(job), 0, lambda *_: None)
+    plans = [make_plan(job, captured=source.captured, workers=1, recompute=how) for how in ("none", "all")]
+    kept, again = (found[0] for plan in plans if (found := predicted_memory(source, plan)))
+    assert again.tapes > 0.8 * kept.tapes > 2 * plans[1].stages[0].tape_bytes
+    limit = again.total - 1
+    with pytest.raises(PlanError, match="memory of worker 0"):
+        make_plan(job, captured=source.captured, workers=1, recompute="all", memory_limit=limit)
 
 
 class Awkward(torch.optim.SGD):

@@ -150,6 +150,16 @@ def test_what_a_backward_computes_again_needs_memory_too(models: list[ModelFacts
     assert (deep[1].memory or 0) < 0.9 * (deep[0].memory or 0)
 
 
+def test_a_worker_of_a_mesh_keeps_its_parts(models: list[ModelFacts]) -> None:
+    """Half of the columns of five values that products with split rows read, or make the next ones of."""
+    own = Choices(workers=1, rule="1f1b", micro_batches=1)
+    alone, two = (
+        tried(Task(models[1], Hardware(4, 4), 2), replace(own, tensor_parallel=parts)).priced.plan.stages[0].tape_bytes
+        for parts in (None, 2)
+    )
+    assert alone - two == 5 * (8 * 6 * 16 * 4) // 2
+
+
 @pytest.mark.parametrize(("longer", "told"), [(0.6, 0), (1.4, 0), (2.0, 1)])
 def test_measurements_that_others_have_disturbed_are_told_of(longer: float, told: int) -> None:
     facts = DrawnModel(random.Random(5)).facts((1,))

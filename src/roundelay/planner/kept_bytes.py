@@ -142,6 +142,22 @@ def staggered_bytes(kept: Sequence[int], micro_batches: int) -> tuple[int, ...]:
     return tuple(totals)
 
 
+def on_a_worker(storages: SavedStorages, whole: Graph, local: Graph) -> SavedStorages:
+    """Return the storages of the first worker of a mesh, which has parts of some values.
+
+    Args:
+        storages: of a worker alone.
+        whole: its graph.
+        local: the same on the mesh.
+    """
+    sizes = list(storages.num_bytes)
+    for name, place in (*storages.values.items(), *storages.views.items()):
+        if name in local.values and (size := whole.values[name].num_bytes):
+            part = storages.num_bytes[place] * local.values[name].num_bytes // size
+            sizes[place] = min(sizes[place], part)
+    return replace(storages, num_bytes=tuple(sizes))
+
+
 def made_again(graph: Graph, storages: SavedStorages, parts: Iterable[Sequence[Op]]) -> int:
     """Return the most bytes that a backward keeps of what it computes again: one part after another, the last first.
 

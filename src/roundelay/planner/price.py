@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roundelay.errors import PlanError
-from roundelay.ir.graph import Profile
+from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.laid_graph import LaidGraph
 from roundelay.lower.reading import Reading
 from roundelay.lower.validate_plan import check_plan
-from roundelay.planner.candidate import asked_of, candidate, drafted
+from roundelay.planner.candidate import asked_of, candidate, drafted, laid_by
 from roundelay.planner.check_given import check_given
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.costs import DIGITS, over_links, slower, with_costs
-from roundelay.planner.kept_bytes import KeptBytes, again_in, kept_bytes, made_again
+from roundelay.planner.kept_bytes import KeptBytes, SavedStorages, again_in, kept_bytes, made_again, on_a_worker
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_exchanges import plan_exchanges
@@ -77,9 +78,7 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: Mach
     )
     plan = over_links(plan if profile is None else with_costs(plan, profile), machine.cluster)
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
-    kept = facts.storages(plan)
-    parts = [again_in(laid.graph, spec, plan.backward) for spec in made.stages.stages]
-    return Priced(plan, batch_s(plan), held, tuple([made_again(facts.graph, kept, own) for own in parts]))
+    return Priced(plan, batch_s(plan), held, _again(facts, plan, laid.graph, made.stages.stages))
 
 
 def _held(facts: ModelFacts, laid: LaidGraph, plan: Plan, spec: StageSpec) -> int:
@@ -121,7 +120,7 @@ class _Seconds:
         self._index = {op.name: i for i, op in enumerate(facts.graph.ops)}
         self._whole, again = facts.graph, recomputed_positions(facts.graph, plan)
         self._again = {i for part in again for i in part}
-        self._kept = _kept(facts, plan, again)
+        self._kept = _kept(facts, plan, laid.graph, again)
         self._ends = boundaries_of(facts.graph)
         self._machine = machine
         self._segment_s = 0.0 if machine is None else machine.segment_s / 2
@@ -180,9 +179,20 @@ class _Seconds:
         return self._kept.of_stage(begin, end)
 
 
-def _kept(facts: ModelFacts, plan: Plan, again: tuple[range, ...]) -> KeptBytes:
-    key = "kept bytes", facts.rows(plan), again
-    return facts.memo.of(key, lambda: kept_bytes(facts.graph, facts.storages(plan), shared=False, again=again))
+def _kept(facts: ModelFacts, plan: Plan, laid: Graph, again: tuple[range, ...]) -> KeptBytes:
+    key = "kept bytes", laid_by(plan), facts.rows(plan), again
+    return facts.memo.of(key, lambda: kept_bytes(facts.graph, _storages(facts, plan, laid), shared=False, again=again))
+
+
+def _storages(facts: ModelFacts, plan: Plan, laid: Graph) -> SavedStorages:
+    return on_a_worker(facts.storages(plan), facts.graph, laid)
+
+
+def _again(facts: ModelFacts, plan: Plan, laid: Graph, stages: Sequence[StageSpec]) -> tuple[int, ...]:
+    """For each stage the bytes of what its backward computes again."""
+    parts = [again_in(laid, spec, plan.backward) for spec in stages]
+    kept = _storages(facts, plan, laid) if any(parts) else facts.saved
+    return tuple([made_again(facts.graph, kept, own) for own in parts])
 
 
 def _update_s(profile: Profile, i: int) -> float:
