@@ -88,11 +88,6 @@ class Seats:
         """The kinds of the stages, as given, or of the fastest holders."""
         return self.order or tuple([i for i, kind in enumerate(self.kinds) for _ in kind.groups][:num_stages])
 
-    @property
-    def limited(self) -> bool:
-        """Whether the memory of some may not be enough."""
-        return min(kind.memory for kind in self.kinds) < math.inf
-
     def following(self, state: _State, stage: int, *, last: bool) -> Iterator[tuple[int, _State]]:
         """The kinds that may hold the next stage, each with the states that follow."""
         left, before, away = state
