@@ -116,15 +116,7 @@ class Cluster:
 
     @staticmethod
     def parse(text: str, where: str) -> Cluster:
-        """The cluster that a TOML text declares.
-
-        Args:
-            text: ``[mesh]`` with a table for each axis, and ``flops_per_s``; or ``[[workers]]`` and ``[links]``.
-            where: the file's name, for errors.
-
-        Raises:
-            PlanError: it declares none.
-        """
+        """The cluster that a TOML text of a file ``where`` declares; raises a PlanError where it declares none."""
         try:
             found = msgspec.convert(tomllib.loads(text), _File)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
@@ -140,11 +132,7 @@ class Cluster:
 
 
 def read_cluster(path: Path, wanted: Literal["mesh", "workers"]) -> Cluster:
-    """Read a file that declares a cluster.
-
-    Raises:
-        PlanError: it cannot be read, or declares none, or not what is wanted.
-    """
+    """Read a file; raises a PlanError where it cannot be read, or does not declare a cluster with what is wanted."""
     try:
         cluster = Cluster.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -67,12 +67,7 @@ def _priced(plan: Plan, exchange: ExchangePlan, profile: MachineProfile) -> Exch
 
 
 def over_links(plan: Plan, cluster: Cluster | None) -> Plan:
-    """The plan with what messages and exchanges take over declared links, of which the slowest counts.
-
-    Args:
-        plan: with its exchanges and edges.
-        cluster: has its workers.
-    """
+    """The plan with what messages and exchanges take over the links that a cluster declares; the slowest counts."""
     if cluster is None or (links := cluster.links) is None:
         return plan
     known = {worker.name: worker.node for worker in cluster.workers}

@@ -38,7 +38,7 @@ TIE = 0.02
 SLOWER = 0.1
 """By which share of the best :func:`staggered_cuts` may make the slowest stage slower."""
 
-MOST_STATES = 1024
+MOST_STATES = 512
 """Of so many ways to leave holders the order is searched; where there are more, the fastest come first."""
 
 CROSSING = 1 << 60
@@ -87,11 +87,6 @@ class Seats:
     def fastest(self, num_stages: int) -> tuple[int, ...]:
         """The kinds of the stages, as given, or of the fastest holders."""
         return self.order or tuple([i for i, kind in enumerate(self.kinds) for _ in kind.groups][:num_stages])
-
-    @property
-    def limited(self) -> bool:
-        """Whether the memory of some may not be enough."""
-        return min(kind.memory for kind in self.kinds) < math.inf
 
     def following(self, state: _State, stage: int, *, last: bool) -> Iterator[tuple[int, _State]]:
         """The kinds that may hold the next stage, each with the states that follow."""
@@ -240,10 +235,11 @@ def _cheapest(
 ) -> tuple[Cuts, tuple[int, ...]]:
     """The cuts with the lowest price among those whose slowest stage takes at most ``margin`` times the best."""
     seats = given or Seats((Holders(((),) * num_stages),))
-    if math.prod([len(kind.groups) + 1 for kind in seats.kinds]) > MOST_STATES:
-        seats = replace(seats, order=seats.fastest(num_stages))
-    slowest: Seat = min([seats.kinds[i].speed for i in seats.fastest(num_stages)]), (True, True)
-    known = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages), [slowest] * num_stages) * margin
+    fixed = replace(seats, order=seats.fastest(num_stages))
+    seats = fixed if math.prod([len(kind.groups) + 1 for kind in seats.kinds]) > MOST_STATES else seats
+    slowest: Seat = min([seats.kinds[i].speed for i in fixed.order]), (True, True)
+    loose = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages), [slowest] * num_stages) * margin
+    known = _Programme(costs, num_stages, fixed, loose).least(math.inf)[0] * margin
     tries = product((seats, replace(seats, held=None)), (known, math.inf))
     found = ((one, one.least(math.inf)) for one in (_Programme(costs, num_stages, *each) for each in tries))
     programme, (slowest_s, *_) = next(pair for pair in found if pair[1][0] < math.inf)

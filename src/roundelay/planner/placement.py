@@ -16,18 +16,13 @@ Owners = Sequence[Sequence[int]]
 
 
 def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
-    """What may hold the stages of a pipeline; None in another layout.
+    """What may hold the stages of a draft with its workers; None in another layout than the pipeline.
 
     The holders of a stage wait for each other, so neighbours by speed are together. Where workers alternate several
     stages the fastest come first.
 
-    Args:
-        cluster: with its workers.
-        draft: with its workers.
-        owners: of its stages.
-
     Raises:
-        PlanError: it has more workers than there are.
+        PlanError: the draft has more workers than there are.
     """
     if draft.num_workers > len(cluster.workers):
         raise PlanError(
@@ -39,15 +34,13 @@ def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
     if draft.layout != PIPELINE:
         return None
     every = sorted(cluster.workers, key=lambda own: (-own.speed, -own.memory, own.node, own.number))
-    alike: dict[Holders, list[tuple[ClusterWorker, ...]]] = {}
-    for group in _grouped(every, draft):
-        alike.setdefault(_holders(group, cluster), []).append(group)
-    kinds = tuple([replace(kind, groups=tuple(groups)) for kind, groups in alike.items()])
-    places, links = _places(draft, owners), cluster.links
+    groups, links = _grouped(every, draft), cluster.links
+    kinds = [_holders(group, cluster) for group in groups]
+    alike = {kind: tuple([g for g, own in zip(groups, kinds, strict=True) if own == kind]) for kind in kinds}
+    places = _places(draft, owners)
     between = None if links is None else (links.between.latency_s, links.between.bytes_per_s)
-    fastest = Seats(kinds).fastest(1 + max(places))
-    order = tuple([fastest[place] for place in places]) if len(fastest) < len(places) else ()
-    return Seats(kinds, order, between=between)
+    order = [[*alike].index(kinds[place]) for place in places if len({*places}) < len(places)]
+    return Seats(tuple([replace(kind, groups=own) for kind, own in alike.items()]), tuple(order), between=between)
 
 
 def placed(
@@ -59,15 +52,17 @@ def placed(
         cluster: with its workers.
         draft: with its workers.
         owners: of its stages.
-        seats: what may hold them; None in another layout than a pipeline.
+        seats: what may hold them; None in another layout than the pipeline.
         order: for each stage the kind that holds it; empty where the workers stand as they are given.
     """
     seat = dict(enumerate(cluster.workers))
     if seats is not None:
-        left, given = [iter(kind.groups) for kind in seats.kinds], _grouped(cluster.workers, draft)
-        groups: dict[int, Sequence[ClusterWorker]] = {} if order else dict(enumerate(given))
-        for place, kind in zip(_places(draft, owners), order, strict=False):
-            groups[place] = groups.get(place) or next(left[kind])
+        groups = dict(enumerate(_grouped(cluster.workers, draft)))
+        left, chosen = (
+            [iter(kind.groups) for kind in seats.kinds],
+            dict(zip(_places(draft, owners), order, strict=False)),
+        )
+        groups |= {place: next(left[kind]) for place, kind in chosen.items()}
         seat = {n: one for own in owners for n, one in zip(own, groups[own[0] // draft.mesh_size], strict=True)}
     used = sorted({seat[n] for own in owners for n in own}, key=lambda one: one.number)
     workers = [replace(w, name=own.name, speed=own.speed) for w, own in zip(draft.workers, used, strict=True)]

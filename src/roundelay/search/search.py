@@ -54,8 +54,8 @@ class Task:
     @property
     def is_limited(self) -> bool:
         """Whether some worker may hold so many bytes only."""
-        cluster = self.machine.cluster
-        return self.memory is not None or (cluster is not None and min(w.memory for w in cluster.workers) < math.inf)
+        own = [] if self.machine.cluster is None else self.machine.cluster.workers
+        return self.memory is not None or any(worker.memory < math.inf for worker in own)
 
 
 @dataclass(frozen=True, slots=True)
