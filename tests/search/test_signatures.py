@@ -20,6 +20,7 @@ from roundelay.search.signatures.clusters import Cluster, Clusters
 from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.problem import Machine, Problem, problem
 from roundelay.search.signatures.searched import signatures_on, table
+from roundelay.search.signatures.spaces import Axes
 from roundelay.search.signatures.tables import Priced, Solution, Tables, solve
 from roundelay.search.signatures.ways import State, letters, splits, state, ways
 from tests.planner.test_priced import Transformer, facts_of
@@ -195,7 +196,7 @@ def test_a_value_that_a_cluster_reads_twice_lies_one_way() -> None:
     transposed = LocalOp("y", OpForm({"x": plain}, (turned,), (frozenset("x"),)), ("y",), True)
     together = OpForm({"x": plain, "y": ((((1, 4),), ((2, 4),)))}, (product,), (frozenset("x"), frozenset("y")))
     ops = (scaled, transposed, LocalOp("z", together, ("z",), True))
-    clusters = Clusters(ops, {"a": 2}, {}, ["z"])
+    clusters = Clusters(ops, Axes({"a": 2}), {}, ["z"])
     (members,) = clusters.of(ops)
     own = clusters.cluster(members)
     assert own.ways

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -19,11 +18,12 @@ from roundelay.ir.graph import Graph, Parameter, Profile
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import P, Split
 from roundelay.planner.mesh_signatures import MeshFacts, as_pattern
-from roundelay.search.signatures.boxing_prices import BoxingPrices, Link, Table, share
+from roundelay.search.signatures.boxing_prices import Link, Table, scatter_share, share
 from roundelay.search.signatures.clusters import Cluster, Clusters, Ops, States
 from roundelay.search.signatures.local_forms import LocalOp, local_ops
+from roundelay.search.signatures.spaces import Axes, Prices, Space
 from roundelay.search.signatures.tables import Priced, Tables
-from roundelay.search.signatures.ways import State, letters, ways
+from roundelay.search.signatures.ways import State, letters
 
 COMPUTE, BOXING, SUMS, GATHERS, AGAIN = "compute", "boxing", "gradient sums", "weight gathers", "computed again"
 """The terms of a batch's seconds."""
@@ -42,6 +42,7 @@ class Machine:
         profile: seconds of operations on a whole micro-batch.
         micro_batches: of a batch.
         state_ratio: bytes of the optimizer's states for each byte of a trained weight.
+        in_flight: micro-batches of which results are kept at once.
     """
 
     mesh: Mapping[str, int] = field(hash=False)
@@ -49,18 +50,12 @@ class Machine:
     profile: Profile
     micro_batches: int = 1
     state_ratio: float = 2.0
+    in_flight: int = 1
 
     def scatter_s(self, axes: Sequence[str], num_bytes: float) -> float:
         """Seconds of a reduce-scatter along axes, one after another in the best order; of the all-gather back too."""
-        return min(self._in_order(order, num_bytes) for order in permutations(axes))
-
-    def _in_order(self, axes: Sequence[str], num_bytes: float) -> float:
-        seconds = 0.0
-        for axis in axes:
-            size, link = self.mesh[axis], self.links[axis]
-            seconds += link.latency_s + (size - 1) / size * num_bytes / link.bytes_per_s
-            num_bytes /= size
-        return seconds
+        latency_s = sum(self.links[axis].latency_s for axis in axes)
+        return latency_s + num_bytes * scatter_share([(self.mesh[axis], self.links[axis]) for axis in axes])
 
 
 T = TypeVar("T")
@@ -102,28 +97,47 @@ class Problem(NamedTuple):
     variables: Sequence[Variable]
     edges: Sequence[Edge]
     tables: Tables
-    prices: Mapping[str, BoxingPrices]
+    prices: Mapping[str, Prices]
     repeatable: frozenset[str]
 
 
-def problem(facts: MeshFacts, machine: Machine, *, tied: bool = True, variants: bool = False) -> Problem:
+def problem(
+    facts: MeshFacts,
+    machine: Machine,
+    space: Space | None = None,
+    *,
+    tied: bool = True,
+    variants: bool = False,
+    times: Mapping[str, int] | None = None,
+) -> Problem:
     """The tables of a model on a mesh.
 
     Args:
         facts: of the model.
         machine: where.
+        space: of ways; by default all over whole axes.
         tied: whether repeated modules are computed alike.
         variants: whether weights may be in parts, and results computed again: as memory wants it.
+        times: by name how many operations an operation stands for; by default one.
     """
-    return _Builder(facts, machine, tied, variants).build()
+    return _Builder(facts, machine, space or Axes(machine.mesh), tied, variants, times or {}).build()
 
 
 class _Builder:
-    def __init__(self, facts: MeshFacts, machine: Machine, tied: bool, variants: bool) -> None:
-        self._graph, self._machine, self._ops = facts.graph, machine, local_ops(facts)
+    def __init__(
+        self,
+        facts: MeshFacts,
+        machine: Machine,
+        space: Space,
+        tied: bool,
+        variants: bool,
+        times: Mapping[str, int],
+    ) -> None:
+        self._graph, self._machine, self._space, self._ops = facts.graph, machine, space, local_ops(facts)
+        self._times = {name: times.get(op.name, 1) for op in self._ops for name in (op.name, *op.results)}
         self._weights = {place: facts.graph.parameters[name] for name, place in facts.places.items()}
         trained = {place: own.trainable for place, own in self._weights.items()}
-        self._clusters = Clusters(self._ops, machine.mesh, trained, facts.graph.outputs)
+        self._clusters = Clusters(self._ops, space, trained, facts.graph.outputs)
         self._variants = tuple([(n, again) for n in LEVELS for again in (False, True)]) if variants else ((0, False),)
         self._stands = _places_in_modules(facts.graph) if tied else {}
         self._seconds = {
@@ -159,10 +173,11 @@ class _Builder:
             if len(own_readers) > 1:
                 states = tuple(sorted({_stored(lies) for *_, each in own_readers for lies in each}, key=str))
                 number = self._variable(place, len(states), self._variants, place, states)
-                self._price_weight(weight, number, states)
+                self._price_weight(weight, number, states, 1)
                 producers[place] = number, states
             elif own_readers:
-                self._price_weight(weight, *own_readers[0][1:])
+                reader, number, states = own_readers[0]
+                self._price_weight(weight, number, states, self._times[reader])
         for name, (number, states) in producers.items():
             self._add_edges(name, number, states, readers[name])
         return self._priced()
@@ -192,8 +207,9 @@ class _Builder:
         for i, op in enumerate(ops):
             parts = np.array([way[i].parts for way in own.ways])
             each_s = [self._seconds[name] for name in {op.name, *op.results} if name in self._seconds]
-            forward_s, backward_s = self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
-            held = sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
+            times = self._times[op.name]
+            forward_s, backward_s = times * self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
+            held = times * sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
             repeatable = op.name in self._repeatable
             for n, (_, again) in enumerate(variable.variants):
                 variable.terms[COMPUTE][:, n] += forward_s + backward_s
@@ -204,7 +220,7 @@ class _Builder:
     def _held(self, forms: Hashable, own: Cluster, number: int, port: int) -> Table:
         """Bytes of a result that a worker keeps for the backward, by the cluster's ways."""
         op, mesh = own.ops[number], self._machine.mesh
-        kept = op.differentiable and not _is_view(op)
+        kept = self._machine.in_flight * (op.differentiable and not _is_view(op))
 
         def shares() -> Table:
             return np.array([share(self._clusters.state(op, way[number], port).value, mesh) for way in own.ways])
@@ -215,7 +231,7 @@ class _Builder:
         """The loss reads a value whole, or each worker some rows of it."""
         dims = tuple([((None if i else 0, size),) for i, size in enumerate(self._size(name)[0])])
         reader = LocalOp("loss", OpForm({name: dims}, ()), (), False)
-        every = ways(reader, letters(reader, frozenset()), self._machine.mesh)
+        every = self._space.ways(reader, letters(reader, frozenset()))
         number = self._variable(("loss", name), len(every), ((0, False),))
         if name == self._graph.outputs[0]:
             profile = self._machine.profile
@@ -223,12 +239,12 @@ class _Builder:
             self._variables[number].terms[COMPUTE][:, 0] += [seconds / way.parts for way in every]
         return "loss", number, tuple([self._clusters.state(reader, way, 0) for way in every])
 
-    def _price_weight(self, weight: Parameter, number: int, states: States) -> None:
+    def _price_weight(self, weight: Parameter, number: int, states: States, times: int) -> None:
         variable = self._variables[number]
         into = variable.terms[SUMS], variable.terms[GATHERS], variable.memory
         for n, (level, _) in enumerate(variable.variants):
             for table, column in zip(into, self._weight_prices(weight, states, level), strict=True):
-                table[:, n] += column
+                table[:, n] += times * column
 
     def _weight_prices(self, weight: Parameter, states: States, level: int) -> Table:
         what = weight.num_bytes, weight.trainable, level
@@ -239,20 +255,28 @@ class _Builder:
         return self._once((id(states), what), prices)
 
     def _add_edges(self, name: str, number: int, states: States, readers: Sequence[tuple[str, int, States]]) -> None:
-        if len(readers) > 1 and name not in self._weights:
+        if readers and name not in self._weights and (self._space.full or len(readers) > 1):
             key = number, *[(own, self._stands.get(reader, reader)) for reader, own, _ in readers]
-            every = self._once(key, lambda: tuple(sorted({*states}.union(*[own for *_, own in readers]), key=str)))
+            every = self._once(key, lambda: self._hub({*states}.union(*[own for *_, own in readers])))
             hub = self._variable(key, len(every), ((0, False),))
             self._edges.append(Edge(name, (number, hub), (states, every), name))
             number, states = hub, every
         self._edges += [Edge(name, (number, own), (states, wanted), reader) for reader, own, wanted in readers]
+
+    def _hub(self, states: Set[State]) -> States:
+        """How a value may lie that is boxed to its readers."""
+        every = sorted(states, key=str)
+        if self._space.full:
+            parts = [share(one.value, self._machine.mesh) * (1 + (one.value != one.gradient)) for one in every]
+            every = [one for one, part in zip(every, parts, strict=True) if part == min(parts)]
+        return tuple(every)
 
     def _priced(self) -> Problem:
         machine, alike = self._machine, defaultdict[tuple[tuple[int, ...], float], set[State]](set)
         for edge in self._edges:
             alike[self._size(edge.value)].update(*edge.states)
         prices = {
-            size: BoxingPrices({lay for one in found for lay in one}, machine.mesh, machine.links, size[1])
+            size: self._space.prices({lay for one in found for lay in one}, machine.links, size[1])
             for size, found in alike.items()
         }
         own = [Priced(np.sum([*v.terms.values()], axis=0), v.memory.copy()) for v in self._variables]
@@ -262,7 +286,7 @@ class _Builder:
             size = self._size(edge.value)
             key = *map(id, edge.states), size
             boxed[key] = boxed.get(key) or _boxed(edge.states, prices[size], size[1], machine)
-            _add(own, pairs, edge.ends, boxed[key])
+            _add(own, pairs, edge.ends, boxed[key], self._times.get(edge.value, 1))
         by_value = {edge.value: prices[self._size(edge.value)] for edge in self._edges}
         return Problem(self._variables, self._edges, Tables(tuple(own), pairs), by_value, self._repeatable)
 
@@ -299,16 +323,19 @@ def _stored(read: State) -> State:
     return State(tuple([pair for pair in read.value if isinstance(pair[1], Split)]), read.gradient)
 
 
-def _boxed(states: tuple[States, States], prices: BoxingPrices, num_bytes: float, machine: Machine) -> Priced:
+def _boxed(states: tuple[States, States], prices: Prices, num_bytes: float, machine: Machine) -> Priced:
     """Seconds of a boxing, and bytes of what it makes."""
     sources, targets = states
     made = np.array([num_bytes * share(target.value, machine.mesh) for target in targets])
     other = np.array([[source.value != target.value for target in targets] for source in sources])
-    return Priced(machine.micro_batches * prices.of_states(sources, targets), other * made)
+    return Priced(machine.micro_batches * prices.of_states(sources, targets), machine.in_flight * other * made)
 
 
-def _add(own: Sequence[Priced], pairs: dict[tuple[int, ...], Priced], ends: tuple[int, int], more: Priced) -> None:
-    """Add a table of two variables, or of one twice."""
+def _add(
+    own: Sequence[Priced], pairs: dict[tuple[int, ...], Priced], ends: tuple[int, int], once: Priced, times: int
+) -> None:
+    """Add a table of two variables, or of one twice, so many times."""
+    more = Priced(*[times * table for table in once]) if times > 1 else once
     if ends[0] == ends[1]:
         for table, diagonal in zip(own[ends[0]], map(np.diag, more), strict=True):
             table += diagonal[:, None]

@@ -1,0 +1,158 @@
+"""The search where workers with equal links are interchangeable: what counts is how many bits of their number do what.
+
+A mesh of powers of two is one of axes of two, *bits*, by class of link. A way gives each letter so many bits of each
+class; which ones, and in which order they split a dimension, is left open. Axes such as ``node[0:3]`` stand for three
+bits of the class ``node``. Any way over labelled axes has one here that costs no more, so the least is a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from roundelay.ir.layout import Lay
+from roundelay.ir.sbp import Signature
+from roundelay.search.signatures.bit_prices import BitPrices, Class
+from roundelay.search.signatures.boxing_prices import Link
+from roundelay.search.signatures.local_forms import LocalOp
+from roundelay.search.signatures.ways import Letter, State, Way, state
+
+MOST_STATES = 1000
+"""Beyond so many ways of six letters, tensors between operations are divided among all workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A mesh of classes of interchangeable bits.
+
+    Args:
+        classes: bits of each class, by name.
+        full: no worker computes what another one does, where operations can be divided so far, and between operations
+            tensors are divided among all workers.
+    """
+
+    classes: Mapping[str, int] = field(hash=False)
+    full: bool
+
+    @property
+    def axes(self) -> dict[str, Class]:
+        """By name of some bits their class, and how many they are."""
+        return {
+            f"{name}[{start}:{end}]": (name, end - start)
+            for name, count in self.classes.items()
+            for start in range(count)
+            for end in range(start + 1, count + 1)
+        }
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Workers along each of these."""
+        return {axis: 1 << bits for axis, (_, bits) in self.axes.items()}
+
+    def ways(self, op: LocalOp, found: Sequence[Letter]) -> list[Way]:
+        """All ways of an operation, by its letters."""
+        divided = [letter for letter in found if letter.label is not None]
+        every = [self._way(found, counts) for counts in self._counts(op, divided)] if self.full else []
+        every = every or [self._way(found, counts) for counts in self._counts(op, list(found))]
+        most = max(way.parts for way in every)
+        return [way for way in every if way.parts == most] if self.full else every
+
+    def _counts(self, op: LocalOp, found: Sequence[Letter]) -> Iterator[dict[Letter, tuple[int, ...]]]:
+        """By letter the bits of each class, in all ways."""
+        sizes = {label: size for _, dims in op.ports for factors in dims for label, size in factors}
+        fits = {letter: sizes[letter.label] & -sizes[letter.label] for letter in found if letter.label is not None}
+        inner = _inner(op) if self.full else {}
+        for each in product(*[list(_compositions(bits, len(found))) for bits in self.classes.values()]):
+            counts = dict(zip(found, zip(*each, strict=True), strict=True))
+            parts = {letter.label: 1 << sum(bits) for letter, bits in counts.items()}
+            if all(1 << sum(counts[letter]) <= most for letter, most in fits.items()) and all(
+                parts.get(label, 1) == 1 or all(parts.get(own, 1) == size for own, size in around)
+                for label, around in inner.items()
+            ):
+                yield counts
+
+    def _way(self, found: Sequence[Letter], counts: Mapping[Letter, tuple[int, ...]]) -> Way:
+        own: dict[str, Letter] = {}
+        order: dict[int, tuple[str, ...]] = {}
+        starts = dict.fromkeys(self.classes, 0)
+        for letter, bits in counts.items():
+            axes = _named(self.classes, bits, starts)
+            own |= dict.fromkeys(axes, letter)
+            if letter.label is not None and axes:
+                order[letter.label] = axes
+        parts = 1 << sum(sum(bits) for letter, bits in counts.items() if letter.label is not None)
+        return Way(own, order, parts)
+
+    def state(self, op: LocalOp, way: Way, port: int) -> State:
+        """How a tensor of an operation lies, by its number among those that it reads and produces."""
+        axes, mesh = self.axes, self.mesh
+        found = state(op, way, port, mesh)
+        return State(self._canonical(found.value, axes), self._canonical(found.gradient, axes))
+
+    def _canonical(self, lay: Lay, axes: Mapping[str, Class]) -> Lay:
+        counts: dict[Signature, dict[str, int]] = defaultdict(lambda: dict.fromkeys(self.classes, 0))
+        for axis, own in lay:
+            name, bits = axes[axis]
+            counts[own][name] += bits
+        starts = dict.fromkeys(self.classes, 0)
+        return tuple(
+            [(axis, own) for own, bits in counts.items() for axis in _named(self.classes, [*bits.values()], starts)]
+        )
+
+    def key(self, op: LocalOp) -> Hashable:
+        """What operations must have in common to be computed alike, beside their form."""
+        return ()
+
+    def prices(self, lays: Iterable[Lay], links: Mapping[str, Link], num_bytes: float) -> BitPrices:
+        """Of boxings of a tensor of so many bytes."""
+        return BitPrices(self.axes, tuple(self.classes.items()), links, num_bytes)
+
+
+def _compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 0:
+        yield from [()] * (total == 0)
+    elif count == 1:
+        yield (total,)
+    else:
+        for first in range(total, -1, -1):
+            for rest in _compositions(total - first, count - 1):
+                yield (first, *rest)
+
+
+def _named(classes: Mapping[str, int], bits: Sequence[int], starts: dict[str, int]) -> tuple[str, ...]:
+    """Names of the next so many bits of each class."""
+    found = []
+    for name, count in zip(classes, bits, strict=True):
+        if count:
+            found.append(f"{name}[{starts[name]}:{starts[name] + count}]")
+            starts[name] += count
+    return tuple(found)
+
+
+def _inner(op: LocalOp) -> dict[int, list[tuple[int, int]]]:
+    """By label those around it in a dimension, with the parts into which these can be split."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for _, dims in op.ports:
+        for factors in dims:
+            for i, (label, _) in enumerate(factors):
+                if label is not None:
+                    found[label] += [(own, size & -size) for own, size in factors[:i] if own is not None]
+    return found
+
+
+def classes_of(mesh: Mapping[str, int], links: Mapping[str, Link]) -> tuple[dict[str, int], dict[str, Link]]:
+    """Bits by class of link, and the class's link; a class has the names of its axes."""
+    names: dict[Link, list[str]] = defaultdict(list)
+    for axis in mesh:
+        names[links[axis]].append(axis)
+    bits = {"+".join(own): sum(mesh[axis].bit_length() - 1 for axis in own) for own in names.values()}
+    return bits, {"+".join(own): link for link, own in names.items()}
+
+
+def bits_of(classes: Mapping[str, int]) -> Bits:
+    """The space of a mesh: all ways while they are few."""
+    states = math.prod(math.comb(count + 5, 5) for count in classes.values())
+    return Bits(classes, full=states > MOST_STATES)
