@@ -70,14 +70,16 @@ class _Declaring:
         one: Dims = (heads[0], heads[3], heads[1], heads[4])
         whole = tuple([tuple([(None if label == 2 else label, n) for label, n in dim]) for dim in heads])
         linear = (frozenset([split]),)
+        self.values[f"{name}.unbind"] = Value(f"{name}.unbind", "other", (), "list", 0, True)
+        self.graph_ops.append(Op(f"{name}.unbind", "unbind", name, (split,), (), (), 0, -1))
         self.ops.append(ShardedOp(f"{name}.unbind", OpForm({split: whole}, (one,) * 3, linear), 0.0))
         parts = [f"{name}.{part}" for part in "qkv"]
         for i, part in enumerate(parts):
-            self.value(part, "getitem", one, (split,), 0, ())
+            self.value(part, "getitem", one, (f"{name}.unbind",), 0, ())
             self.ops.append(ShardedOp(part, OpForm({}, (one,), ()), 0.0, (f"{name}.unbind", i)))
         kept = tuple([tuple([(None if label in (1, 4) else label, n) for label, n in dim]) for dim in one])
         flops = 4 * own.rows * own.length**2 * own.width
-        mixed = self.add(f"{name}.attention", "attention", dict.fromkeys(parts, kept), kept, flops)
+        mixed = self.add(f"{name}.attention", "attention", dict.fromkeys(parts, kept), kept, flops=flops)
         joined: Dims = ((rows,), (places,), ((3, own.heads), (4, each)))
         flat = self.add(f"{name}.join", "reshape", {mixed: one}, joined, [mixed])
         last = self.sum(f"{name}.sum1", last, self.linear(f"{name}.out", flat, own.width))
@@ -125,7 +127,7 @@ class _Declaring:
     ) -> str:
         shape = _shape(dims)
         self.values[name] = Value(name, "tensor", shape, "bfloat16", math.prod(shape) * self.size.bytes_each, True)
-        module = name.rpartition(".")[0] if target in ("gelu", "add") else name
+        module = name.rpartition(".")[0] if target in ("gelu", "add", "getitem") else name
         self.graph_ops.append(Op(name, target, module, reads, own, (), flops, -1))
         return name
 

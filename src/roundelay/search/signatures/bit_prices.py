@@ -43,6 +43,16 @@ class _Move(NamedTuple):
     s_per_byte: Table
 
 
+class _Kind(NamedTuple):
+    """Bits of each class that move from a signature, by number, to another; seconds, and those for each byte held."""
+
+    source: int | None
+    target: int | None
+    bits: Counts
+    latency_s: float
+    s_per_byte: float
+
+
 class _Places(NamedTuple):
     """Ways in which a tensor lies: the signatures, the bits of each class that each has, and the moves between them."""
 
@@ -64,24 +74,36 @@ class BitPrices:
         self, axes: Mapping[str, Class], classes: tuple[Class, ...], links: Mapping[str, Link], num_bytes: float
     ) -> None:
         self._axes, self._num_bytes = axes, num_bytes
+        self._made: dict[tuple[tuple[Lay, ...], ...], Table] = {}
         self._names = {name: i for i, (name, _) in enumerate(classes)}
         self._links: Links = tuple([(name, bits, links[f"{name}[0:1]"]) for name, bits in classes])
 
     def seconds(self, sources: Sequence[Lay], targets: Sequence[Lay]) -> Table:
         """From each source to each target."""
-        ends = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        signatures = sorted({own for lays in ends for lay in lays for _, own in lay}, key=_in_order)
-        counts = [np.array([self._counts(lay, signatures) for lay in lays]) for lays in ends]
+        rows, columns = ({lay: i for i, lay in enumerate(sorted({*lays}, key=str))} for lays in (sources, targets))
+        key = tuple(rows), tuple(columns)
+        if key not in self._made:
+            self._made[key] = self._between(*key)
+        return self._made[key][np.ix_([rows[lay] for lay in sources], [columns[lay] for lay in targets])]
+
+    def _between(self, sources: Sequence[Lay], targets: Sequence[Lay]) -> Table:
+        signatures = sorted({own for lay in (*sources, *targets) for _, own in lay}, key=_in_order)
+        counts = [np.array([self._counts(lay, signatures) for lay in lays]) for lays in (sources, targets)]
         dims = [_dim(own) for own in signatures]
         words = [_words(counts, [i for i, own in enumerate(dims) if own == dim]) for dim in dict.fromkeys(dims)]
-        places = _places(tuple(signatures), tuple(words), self._links)
+        places = _places(tuple(signatures), tuple(words), self._links, self._may_idle(signatures, counts))
         numbers = [[places.numbers[own.tobytes()] for own in each] for each in counts]
-        back = len(ends[0]) > len(ends[1])  # from the side on which there are fewer
-        starts, others = numbers[::-1] if back else numbers
-        found = self._closed(places, starts, others, back)
-        found = found.T if back else found
-        rows, columns = ({lay: i for i, lay in enumerate(lays)} for lays in ends)
-        return found[np.ix_([rows[lay] for lay in sources], [columns[lay] for lay in targets])]
+        if len(sources) > len(targets):  # from the side on which there are fewer
+            return self._closed(places, *reversed(numbers), back=True).T
+        return self._closed(places, *numbers, back=False)
+
+    def _may_idle(self, signatures: Sequence[Signature], counts: Sequence[Counts]) -> bool:
+        """Whether something lies partial over some bits and broadcast over others; else nothing on the way does."""
+        most = np.array([bits for _, bits, _ in self._links])
+        partial = [isinstance(own, Partial) for own in signatures]
+        return any(
+            bool(((each.sum(axis=1) < most).any(axis=1) & each[:, partial].any(axis=(1, 2))).any()) for each in counts
+        )
 
     def _counts(self, lay: Lay, signatures: Sequence[Signature]) -> Counts:
         found = np.zeros((len(signatures), len(self._names)), dtype=np.int64)
@@ -90,25 +112,45 @@ class BitPrices:
             found[signatures.index(own), self._names[name]] += bits
         return found
 
-    def _closed(self, places: _Places, starts: Sequence[int], ends: Sequence[int], back: bool) -> Table:
-        """Seconds from starts to ends, or back: by the moves until nothing gets less."""
+    def _closed(self, places: _Places, starts: Sequence[int], ends: Sequence[int], *, back: bool) -> Table:
+        """Seconds from starts to ends, or back: by the moves from what has become less, until nothing does."""
         seconds = np.full((len(places.numbers), len(starts)), np.inf)
         seconds[starts, range(len(starts))] = 0.0
         priced = [
             (*((to, own) if back else (own, to)), (latency_s + self._num_bytes * s_per_byte)[:, None])
             for own, to, latency_s, s_per_byte in places.moves
         ]
-        before = np.zeros_like(seconds)
-        while not np.array_equal(before, seconds):
-            before = seconds.copy()
+        less = np.zeros(len(seconds), dtype=bool)
+        less[starts] = True
+        while less.any():
+            before, less = less, np.zeros_like(less)
             for own, to, price in priced:
-                seconds[to] = np.minimum(seconds[to], seconds[own] + price)
+                at = np.flatnonzero(before[own] | less[own])
+                found = seconds[own[at]] + price[at]
+                better = (found < seconds[to[at]]).any(axis=1)
+                reached = to[at[better]]
+                seconds[reached] = np.minimum(seconds[reached], found[better])
+                less[reached] = True
         return seconds[ends].T
+
+    def _dual(self, lay: Lay) -> Lay:
+        """What is partial broadcast, and the other way round: a boxing takes as long as that of the duals back."""
+        splits = tuple([pair for pair in lay if isinstance(pair[1], Split)])
+        split, known = ([self._axes[axis] for axis, _ in pairs] for pairs in (splits, lay))
+        found = [*splits]
+        for name, most, _ in self._links:
+            start, rest = (sum(bits for own, bits in bits_of if own == name) for bits_of in (split, known))
+            if rest < most:
+                found.append((f"{name}[{start}:{start + most - rest}]", P))
+        return tuple(found)
 
     def of_states(self, sources: Sequence[State], targets: Sequence[State]) -> Table:
         """Forward from source to target, and backward from the target's gradient to the source's."""
         forward = self.seconds([one.value for one in sources], [one.value for one in targets])
-        return forward + self.seconds([one.gradient for one in targets], [one.gradient for one in sources]).T
+        duals = {lay: self._dual(lay) for lay in {one.gradient for one in (*sources, *targets)}}
+        return forward + self.seconds(
+            [duals[one.gradient] for one in sources], [duals[one.gradient] for one in targets]
+        )
 
 
 def _dim(own: Signature) -> int | None:
@@ -136,13 +178,18 @@ def _words(counts: Sequence[Counts], columns: Sequence[int]) -> tuple[Word, ...]
 
 
 @cache
-def _places(signatures: tuple[Signature, ...], words: tuple[tuple[Word, ...], ...], links: Links) -> _Places:
+def _places(
+    signatures: tuple[Signature, ...], words: tuple[tuple[Word, ...], ...], links: Links, idle: bool
+) -> _Places:
     bits = np.array([count for _, count, _ in links])
     counts = np.zeros((1, 0, len(links)), dtype=np.int64)
     for each in words:
         own = np.array(each, dtype=np.int64)
         counts = np.concatenate([np.repeat(counts, len(own), axis=0), np.tile(own, (len(counts), 1, 1))], axis=1)
         counts = counts[(counts.sum(axis=1) <= bits).all(axis=1)]
+    if not idle:
+        partial = counts[:, [isinstance(own, Partial) for own in signatures]].any(axis=(1, 2))
+        counts = counts[~partial | (counts.sum(axis=1) == bits).all(axis=1)]
     rest = bits - counts.sum(axis=1)
     held = 0.5 ** counts[:, [isinstance(own, Split) for own in signatures]].sum(axis=(1, 2))
     numbers = {own.tobytes(): i for i, own in enumerate(counts)}
@@ -174,12 +221,13 @@ def _places(signatures: tuple[Signature, ...], words: tuple[tuple[Word, ...], ..
     return _Places(numbers, found)
 
 
-def _kinds(signatures: Sequence[Signature], links: Links) -> list[tuple[int | None, int | None, Counts, float, float]]:
-    """By signatures before and after, and the bits of each class that move: seconds, and seconds for each byte held."""
+def _kinds(signatures: Sequence[Signature], links: Links) -> list[_Kind]:
+    """All steps: first those between splits, then those along slow links, as ways begin so that send little."""
     number: dict[Signature, int | None] = {own: i for i, own in enumerate(signatures)} | {B: None}
     splits = [own for own in signatures if isinstance(own, Split)]
-    found: list[tuple[int | None, int | None, Counts, float, float]] = []
-    for c, (name, most, link) in enumerate(links):
+    among: list[_Kind] = []
+    others: list[_Kind] = []
+    for c, (name, most, link) in sorted(enumerate(links), key=lambda one: one[1][2].bytes_per_s):
         for bits, source in product(range(1, most + 1), number):
             taken = np.array([bits * (i == c) for i in range(len(links))])
             lay: Lay = () if source == B else ((name, source),)
@@ -187,11 +235,12 @@ def _kinds(signatures: Sequence[Signature], links: Links) -> list[tuple[int | No
             for step, _, sent in moves(lay, mesh, lambda *_: (splits, P in number)):
                 if step.target in number:
                     s_per_byte = float(sent) / share(lay, mesh) / link.bytes_per_s
+                    into = among if {step.source, step.target} <= {*splits} else others
                     latency_s = len(step.phases) * link.latency_s
-                    found.append((number[source], number[step.target], taken, latency_s, s_per_byte))
+                    into.append(_Kind(number[source], number[step.target], taken, latency_s, s_per_byte))
     for partial in [own for own in signatures if isinstance(own, Partial)]:
         for each in product(*[range(most + 1) for _, most, _ in links]):
             if len(axes := [(1 << bits, link) for bits, (_, _, link) in zip(each, links, strict=True) if bits]) > 1:
                 latency_s = 2 * sum(link.latency_s for _, link in axes)
-                found.append((number[partial], None, np.array(each), latency_s, 2 * scatter_share(axes)))
-    return found
+                others.append(_Kind(number[partial], None, np.array(each), latency_s, 2 * scatter_share(axes)))
+    return [*among, *others]

@@ -268,7 +268,8 @@ class _Builder:
         every = sorted(states, key=str)
         if self._space.full:
             parts = [share(one.value, self._machine.mesh) * (1 + (one.value != one.gradient)) for one in every]
-            every = [one for one, part in zip(every, parts, strict=True) if part == min(parts)]
+            least = min(parts)
+            every = [one for one, part in zip(every, parts, strict=True) if part == least]
         return tuple(every)
 
     def _priced(self) -> Problem:
@@ -327,7 +328,9 @@ def _boxed(states: tuple[States, States], prices: Prices, num_bytes: float, mach
     """Seconds of a boxing, and bytes of what it makes."""
     sources, targets = states
     made = np.array([num_bytes * share(target.value, machine.mesh) for target in targets])
-    other = np.array([[source.value != target.value for target in targets] for source in sources])
+    numbers = {lay: i for i, lay in enumerate({one.value for one in (*sources, *targets)})}
+    ends = [np.array([numbers[one.value] for one in own]) for own in states]
+    other = ends[0][:, None] != ends[1]
     return Priced(machine.micro_batches * prices.of_states(sources, targets), machine.in_flight * other * made)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 
 from roundelay.ir.layout import Lay
@@ -24,9 +23,8 @@ MOST_STATES = 1000
 """Beyond so many ways of six letters, tensors between operations are divided among all workers."""
 
 
-@dataclass(frozen=True, slots=True)
 class Bits:
-    """A mesh of classes of interchangeable bits.
+    """The space of a mesh of classes of interchangeable bits.
 
     Args:
         classes: bits of each class, by name.
@@ -34,23 +32,16 @@ class Bits:
             tensors are divided among all workers.
     """
 
-    classes: Mapping[str, int] = field(hash=False)
-    full: bool
-
-    @property
-    def axes(self) -> dict[str, Class]:
-        """By name of some bits their class, and how many they are."""
-        return {
+    def __init__(self, classes: Mapping[str, int], *, full: bool) -> None:
+        self.classes, self.full = classes, full
+        self.axes = {
             f"{name}[{start}:{end}]": (name, end - start)
-            for name, count in self.classes.items()
+            for name, count in classes.items()
             for start in range(count)
             for end in range(start + 1, count + 1)
         }
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Workers along each of these."""
-        return {axis: 1 << bits for axis, (_, bits) in self.axes.items()}
+        self._numbers = {name: i for i, name in enumerate(classes)}
+        self.mesh = {axis: 1 << bits for axis, (_, bits) in self.axes.items()}
 
     def ways(self, op: LocalOp, found: Sequence[Letter]) -> list[Way]:
         """All ways of an operation, by its letters."""
@@ -79,7 +70,7 @@ class Bits:
         order: dict[int, tuple[str, ...]] = {}
         starts = dict.fromkeys(self.classes, 0)
         for letter, bits in counts.items():
-            axes = _named(self.classes, bits, starts)
+            axes = _named(bits, starts)
             own |= dict.fromkeys(axes, letter)
             if letter.label is not None and axes:
                 order[letter.label] = axes
@@ -88,19 +79,16 @@ class Bits:
 
     def state(self, op: LocalOp, way: Way, port: int) -> State:
         """How a tensor of an operation lies, by its number among those that it reads and produces."""
-        axes, mesh = self.axes, self.mesh
-        found = state(op, way, port, mesh)
-        return State(self._canonical(found.value, axes), self._canonical(found.gradient, axes))
+        return State(*[self._canonical(lay) for lay in state(op, way, port, self.mesh)])
 
-    def _canonical(self, lay: Lay, axes: Mapping[str, Class]) -> Lay:
-        counts: dict[Signature, dict[str, int]] = defaultdict(lambda: dict.fromkeys(self.classes, 0))
+    def _canonical(self, lay: Lay) -> Lay:
+        counts: dict[Signature, list[int]] = {}
         for axis, own in lay:
-            name, bits = axes[axis]
-            counts[own][name] += bits
+            name, bits = self.axes[axis]
+            of_class = counts.setdefault(own, [0] * len(self.classes))
+            of_class[self._numbers[name]] += bits
         starts = dict.fromkeys(self.classes, 0)
-        return tuple(
-            [(axis, own) for own, bits in counts.items() for axis in _named(self.classes, [*bits.values()], starts)]
-        )
+        return tuple([(axis, own) for own, bits in counts.items() for axis in _named(bits, starts)])
 
     def key(self, op: LocalOp) -> Hashable:
         """What operations must have in common to be computed alike, beside their form."""
@@ -122,13 +110,13 @@ def _compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _named(classes: Mapping[str, int], bits: Sequence[int], starts: dict[str, int]) -> tuple[str, ...]:
+def _named(bits: Sequence[int], starts: dict[str, int]) -> tuple[str, ...]:
     """Names of the next so many bits of each class."""
     found = []
-    for name, count in zip(classes, bits, strict=True):
+    for (name, start), count in zip([*starts.items()], bits, strict=True):
         if count:
-            found.append(f"{name}[{starts[name]}:{starts[name] + count}]")
-            starts[name] += count
+            found.append(f"{name}[{start}:{start + count}]")
+            starts[name] = start + count
     return tuple(found)
 
 
