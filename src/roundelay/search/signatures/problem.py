@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
 
@@ -23,13 +23,16 @@ from roundelay.search.signatures.clusters import Cluster, Clusters, Ops, States
 from roundelay.search.signatures.local_forms import LocalOp, local_ops
 from roundelay.search.signatures.spaces import Axes, Prices, Space
 from roundelay.search.signatures.tables import Priced, Tables
-from roundelay.search.signatures.ways import State, letters
+from roundelay.search.signatures.ways import State, Way, letters
 
 COMPUTE, BOXING, SUMS, GATHERS, AGAIN = "compute", "boxing", "gradient sums", "weight gathers", "computed again"
 """The terms of a batch's seconds."""
 
-LEVELS = (0, 1, 3)
-"""Of ZeRO (Rajbhandari and others, 2020): nothing, optimizer states, or weights and gradients too are in parts."""
+LEVELS = (1, 0, 3)
+"""Of ZeRO (Rajbhandari and others, 2020): optimizer states, nothing, or weights and gradients too are in parts.
+
+The first takes as long as the second, and less memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,15 @@ class Machine:
     in_flight: int = 1
 
     def scatter_s(self, axes: Sequence[str], num_bytes: float) -> float:
-        """Seconds of a reduce-scatter along axes, one after another in the best order; of the all-gather back too."""
-        latency_s = sum(self.links[axis].latency_s for axis in axes)
-        return latency_s + num_bytes * scatter_share([(self.mesh[axis], self.links[axis]) for axis in axes])
+        """Seconds of a reduce-scatter along axes, one after another in the best order; of the all-gather back too.
+
+        Axes of equal links are one.
+        """
+        sizes: dict[Link, int] = {}
+        for axis in axes:
+            sizes[self.links[axis]] = sizes.get(self.links[axis], 1) * self.mesh[axis]
+        latency_s = sum(link.latency_s for link in sizes)
+        return latency_s + num_bytes * scatter_share([(size, link) for link, size in sizes.items()])
 
 
 T = TypeVar("T")
@@ -109,6 +118,7 @@ def problem(
     tied: bool = True,
     variants: bool = False,
     times: Mapping[str, int] | None = None,
+    made: dict[Hashable, object] | None = None,
 ) -> Problem:
     """The tables of a model on a mesh.
 
@@ -119,8 +129,10 @@ def problem(
         tied: whether repeated modules are computed alike.
         variants: whether weights may be in parts, and results computed again: as memory wants it.
         times: by name how many operations an operation stands for; by default one.
+        made: what is kept for the same facts and space, with other times and micro-batches.
     """
-    return _Builder(facts, machine, space or Axes(machine.mesh), tied, variants, times or {}).build()
+    kept = {} if made is None else made
+    return _Builder(facts, machine, space or Axes(machine.mesh), tied, variants, times or {}, kept).build()
 
 
 class _Builder:
@@ -132,12 +144,15 @@ class _Builder:
         tied: bool,
         variants: bool,
         times: Mapping[str, int],
+        made: dict[Hashable, object],
     ) -> None:
-        self._graph, self._machine, self._space, self._ops = facts.graph, machine, space, local_ops(facts)
+        self._made = made
+        self._graph, self._machine, self._space = facts.graph, machine, space
+        self._ops = self._once("ops", lambda: local_ops(facts))
         self._times = {name: times.get(op.name, 1) for op in self._ops for name in (op.name, *op.results)}
         self._weights = {place: facts.graph.parameters[name] for name, place in facts.places.items()}
         trained = {place: own.trainable for place, own in self._weights.items()}
-        self._clusters = Clusters(self._ops, space, trained, facts.graph.outputs)
+        self._clusters = self._once("clusters", lambda: Clusters(self._ops, space, trained, facts.graph.outputs))
         self._variants = tuple([(n, again) for n in LEVELS for again in (False, True)]) if variants else ((0, False),)
         self._stands = _places_in_modules(facts.graph) if tied else {}
         self._seconds = {
@@ -152,7 +167,6 @@ class _Builder:
             and not self._weights.keys() & op.form.args.keys()
             and all(reads[name] < 2 for name in op.results)
         )
-        self._made: dict[Hashable, object] = {}
         self._numbers: dict[Hashable, int] = {}
         self._variables: list[Variable] = []
         self._edges: list[Edge] = []
@@ -160,7 +174,7 @@ class _Builder:
     def build(self) -> Problem:
         readers: dict[str, list[tuple[str, int, States]]] = defaultdict(list)
         producers: dict[str, tuple[int, States]] = {}
-        for ops in self._clusters.of(self._ops):
+        for ops in self._all_clusters():
             number, own = self._add_cluster(ops)
             for (i, port), states in own.reads.items():
                 readers[ops[i].ports[port][0]].append((ops[i].name, number, states))
@@ -171,9 +185,9 @@ class _Builder:
         for place, weight in self._weights.items():
             own_readers = readers[place]
             if len(own_readers) > 1:
-                states = tuple(sorted({_stored(lies) for *_, each in own_readers for lies in each}, key=str))
+                states = self._once((place, "stored"), lambda: _all_stored([lies for *_, lies in readers[place]]))  # noqa: B023
                 number = self._variable(place, len(states), self._variants, place, states)
-                self._price_weight(weight, number, states, 1)
+                self._price_weight(weight, number, states, max(self._times[reader] for reader, *_ in own_readers))
                 producers[place] = number, states
             elif own_readers:
                 reader, number, states = own_readers[0]
@@ -196,16 +210,26 @@ class _Builder:
             self._variables.append(Variable([], weight, states, variants, terms, np.zeros((count, len(variants)))))
         return self._numbers[key]
 
+    def _all_clusters(self) -> Iterator[Ops]:
+        """Those of the model; operations that cannot follow the one that chooses choose themselves."""
+        for ops in self._clusters.of(self._ops):
+            yield from [ops] if self._cluster(ops).ways else [(op,) for op in ops]
+
+    def _forms(self, ops: Ops) -> Hashable:
+        return _wiring(ops), *[self._clusters.form_key(op) for op in ops]
+
+    def _cluster(self, ops: Ops) -> Cluster:
+        return self._once(self._forms(ops), lambda: self._clusters.cluster(ops))
+
     def _add_cluster(self, ops: Ops) -> tuple[int, Cluster]:
-        forms = _wiring(ops), *[self._clusters.form_key(op) for op in ops]
-        made = self._once(forms, lambda: self._clusters.cluster(ops))
+        forms, made = self._forms(ops), self._cluster(ops)
         own = made._replace(ops=ops)
         stands = tuple([self._stands.get(op.name, op.name) for op in ops])
         number = self._variable((stands, forms), len(own.ways), self._variants)
         variable = self._variables[number]
         variable.clusters.append(own)
         for i, op in enumerate(ops):
-            parts = np.array([way[i].parts for way in own.ways])
+            parts = self._once((forms, i), lambda: np.array([way[i].parts for way in own.ways]))  # noqa: B023
             each_s = [self._seconds[name] for name in {op.name, *op.results} if name in self._seconds]
             times = self._times[op.name]
             forward_s, backward_s = times * self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
@@ -231,13 +255,13 @@ class _Builder:
         """The loss reads a value whole, or each worker some rows of it."""
         dims = tuple([((None if i else 0, size),) for i, size in enumerate(self._size(name)[0])])
         reader = LocalOp("loss", OpForm({name: dims}, ()), (), False)
-        every = self._space.ways(reader, letters(reader, frozenset()))
+        every = self._once(("loss", name), lambda: self._space.ways(reader, letters(reader, frozenset())))
         number = self._variable(("loss", name), len(every), ((0, False),))
         if name == self._graph.outputs[0]:
             profile = self._machine.profile
             seconds = self._machine.micro_batches * (profile.forward_s[-1] + profile.backward_s[-1])
             self._variables[number].terms[COMPUTE][:, 0] += [seconds / way.parts for way in every]
-        return "loss", number, tuple([self._clusters.state(reader, way, 0) for way in every])
+        return "loss", number, self._once(("reads", name), lambda: _reads(self._clusters, reader, every))
 
     def _price_weight(self, weight: Parameter, number: int, states: States, times: int) -> None:
         variable = self._variables[number]
@@ -248,11 +272,12 @@ class _Builder:
 
     def _weight_prices(self, weight: Parameter, states: States, level: int) -> Table:
         what = weight.num_bytes, weight.trainable, level
+        key = id(states), what, self._machine.micro_batches
 
         def prices() -> Table:
             return np.array([_weight_price(self._machine, read, *what) for read in states]).T
 
-        return self._once((id(states), what), prices)
+        return self._once(key, prices)
 
     def _add_edges(self, name: str, number: int, states: States, readers: Sequence[tuple[str, int, States]]) -> None:
         if readers and name not in self._weights and (self._space.full or len(readers) > 1):
@@ -273,23 +298,26 @@ class _Builder:
         return tuple(every)
 
     def _priced(self) -> Problem:
-        machine, alike = self._machine, defaultdict[tuple[tuple[int, ...], float], set[State]](set)
+        machine, alike = self._machine, defaultdict[tuple[tuple[int, ...], float], list[Edge]](list)
         for edge in self._edges:
-            alike[self._size(edge.value)].update(*edge.states)
-        prices = {
-            size: self._space.prices({lay for one in found for lay in one}, machine.links, size[1])
-            for size, found in alike.items()
-        }
+            alike[self._size(edge.value)].append(edge)
+        prices = {size: self._prices(size, found) for size, found in alike.items()}
         own = [Priced(np.sum([*v.terms.values()], axis=0), v.memory.copy()) for v in self._variables]
         pairs: dict[tuple[int, ...], Priced] = {}
-        boxed: dict[Hashable, Priced] = {}
         for edge in self._edges:
             size = self._size(edge.value)
-            key = *map(id, edge.states), size
-            boxed[key] = boxed.get(key) or _boxed(edge.states, prices[size], size[1], machine)
-            _add(own, pairs, edge.ends, boxed[key], self._times.get(edge.value, 1))
+            key = *map(id, edge.states), size, machine.in_flight
+            boxed = self._once(key, lambda: _boxed(edge.states, prices[size], size[1], machine))  # noqa: B023
+            _add(own, pairs, edge.ends, boxed, self._times.get(edge.value, 1))
         by_value = {edge.value: prices[self._size(edge.value)] for edge in self._edges}
         return Problem(self._variables, self._edges, Tables(tuple(own), pairs), by_value, self._repeatable)
+
+    def _prices(self, size: tuple[tuple[int, ...], float], edges: Sequence[Edge]) -> Prices:
+        def prices() -> Prices:
+            lays = {lay for edge in edges for states in edge.states for one in states for lay in one}
+            return self._space.prices(lays, self._machine.links, size[1])
+
+        return self._once(("prices", size), prices)
 
     def _size(self, name: str) -> tuple[tuple[int, ...], float]:
         """Shape and bytes."""
@@ -314,6 +342,10 @@ def _weight_price(
     return 2 * once_s, 0.0, local * (2 + machine.state_ratio / (parts if level else 1))
 
 
+def _reads(clusters: Clusters, reader: LocalOp, every: Sequence[Way]) -> States:
+    return tuple([clusters.state(reader, way, 0) for way in every])
+
+
 def _is_view(op: LocalOp) -> bool:
     """Whether it keeps nothing of its own: it is linear in the one tensor that it reads."""
     return len(op.form.args) == 1 and op.form.linear != ()
@@ -322,6 +354,10 @@ def _is_view(op: LocalOp) -> bool:
 def _stored(read: State) -> State:
     """How a weight is stored that is read so: what is partial is made of the whole, on one worker alone."""
     return State(tuple([pair for pair in read.value if isinstance(pair[1], Split)]), read.gradient)
+
+
+def _all_stored(reads: Sequence[States]) -> States:
+    return tuple(sorted({_stored(read) for each in reads for read in each}, key=str))
 
 
 def _boxed(states: tuple[States, States], prices: Prices, num_bytes: float, machine: Machine) -> Priced:

@@ -14,13 +14,13 @@ from itertools import product
 
 from roundelay.ir.layout import Lay
 from roundelay.ir.sbp import Signature
-from roundelay.search.signatures.bit_prices import BitPrices, Class
+from roundelay.search.signatures.bit_prices import BitPrices
 from roundelay.search.signatures.boxing_prices import Link
 from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.ways import Letter, State, Way, state
 
-MOST_STATES = 1000
-"""Beyond so many ways of six letters, tensors between operations are divided among all workers."""
+MOST_STATES = 500
+"""Of a tensor of three dimensions over all bits, with six pairs of signatures: beyond, it lies divided among all."""
 
 
 class Bits:
@@ -131,16 +131,14 @@ def _inner(op: LocalOp) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def classes_of(mesh: Mapping[str, int], links: Mapping[str, Link]) -> tuple[dict[str, int], dict[str, Link]]:
-    """Bits by class of link, and the class's link; a class has the names of its axes."""
+def bits_of(mesh: Mapping[str, int], links: Mapping[str, Link]) -> tuple[Bits, dict[str, Link]]:
+    """The bits of a mesh of powers of two, and the links of their classes, each named by its axes.
+
+    Nothing is left out while a tensor of three dimensions lies in few ways.
+    """
     names: dict[Link, list[str]] = defaultdict(list)
     for axis in mesh:
         names[links[axis]].append(axis)
-    bits = {"+".join(own): sum(mesh[axis].bit_length() - 1 for axis in own) for own in names.values()}
-    return bits, {"+".join(own): link for link, own in names.items()}
-
-
-def bits_of(classes: Mapping[str, int]) -> Bits:
-    """The space of a mesh: all ways while they are few."""
+    classes = {"+".join(own): sum(mesh[axis].bit_length() - 1 for axis in own) for own in names.values()}
     states = math.prod(math.comb(count + 5, 5) for count in classes.values())
-    return Bits(classes, full=states > MOST_STATES)
+    return Bits(classes, full=states > MOST_STATES), {"+".join(own): link for link, own in names.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from roundelay.ir.layout import Lay
@@ -43,7 +42,6 @@ class Space(Protocol):
         """Of boxings between these lays of a tensor of so many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
 class Axes:
     """All ways over whole axes.
 
@@ -51,12 +49,10 @@ class Axes:
         mesh: workers along each axis, by its name.
     """
 
-    mesh: Mapping[str, int] = field(hash=False)
+    full = False
 
-    @property
-    def full(self) -> bool:
-        """No: a tensor may lie in any way."""
-        return False
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        self.mesh = mesh
 
     def ways(self, op: LocalOp, found: Sequence[Letter]) -> list[Way]:
         """All ways of an operation, by its letters."""
