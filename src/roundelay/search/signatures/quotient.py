@@ -8,6 +8,7 @@ bits of the class ``node``. Any way over labelled axes has one here that costs n
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -54,16 +55,17 @@ class Bits:
     def _counts(self, op: LocalOp, found: Sequence[Letter]) -> Iterator[dict[Letter, tuple[int, ...]]]:
         """By letter the bits of each class, in all ways."""
         sizes = {label: size for _, dims in op.ports for factors in dims for label, size in factors}
-        fits = {letter: sizes[letter.label] & -sizes[letter.label] for letter in found if letter.label is not None}
+        most = [_bits_in(sizes[letter.label]) if letter.label is not None else math.inf for letter in found]
+        every = [[own for own in _compositions(bits, len(found)) if _fits(own, most)] for bits in self.classes.values()]
         inner = _inner(op) if self.full else {}
-        for each in product(*[list(_compositions(bits, len(found))) for bits in self.classes.values()]):
-            counts = dict(zip(found, zip(*each, strict=True), strict=True))
-            parts = {letter.label: 1 << sum(bits) for letter, bits in counts.items()}
-            if all(1 << sum(counts[letter]) <= most for letter, most in fits.items()) and all(
-                parts.get(label, 1) == 1 or all(parts.get(own, 1) == size for own, size in around)
+        for each in product(*every):
+            totals = [sum(own) for own in zip(*each, strict=True)]
+            parts = {letter.label: bits for letter, bits in zip(found, totals, strict=True)}
+            if _fits(totals, most) and all(
+                not parts.get(label) or all(parts.get(own, 0) == bits for own, bits in around)
                 for label, around in inner.items()
             ):
-                yield counts
+                yield dict(zip(found, zip(*each, strict=True), strict=True))
 
     def _way(self, found: Sequence[Letter], counts: Mapping[Letter, tuple[int, ...]]) -> Way:
         own: dict[str, Letter] = {}
@@ -79,7 +81,9 @@ class Bits:
 
     def state(self, op: LocalOp, way: Way, port: int) -> State:
         """How a tensor of an operation lies, by its number among those that it reads and produces."""
-        return State(*[self._canonical(lay) for lay in state(op, way, port, self.mesh)])
+        found = state(op, way, port, self.mesh)
+        value = self._canonical(found.value)
+        return State(value, value if found.gradient == found.value else self._canonical(found.gradient))
 
     def _canonical(self, lay: Lay) -> Lay:
         counts: dict[Signature, list[int]] = {}
@@ -97,6 +101,15 @@ class Bits:
     def prices(self, lays: Iterable[Lay], links: Mapping[str, Link], num_bytes: float) -> BitPrices:
         """Of boxings of a tensor of so many bytes."""
         return BitPrices(self.axes, tuple(self.classes.items()), links, num_bytes)
+
+
+def _bits_in(size: int) -> int:
+    """How often a size can be halved."""
+    return (size & -size).bit_length() - 1
+
+
+def _fits(bits: Sequence[int], most: Sequence[float]) -> bool:
+    return all(map(operator.le, bits, most))
 
 
 def _compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -121,13 +134,13 @@ def _named(bits: Sequence[int], starts: dict[str, int]) -> tuple[str, ...]:
 
 
 def _inner(op: LocalOp) -> dict[int, list[tuple[int, int]]]:
-    """By label those around it in a dimension, with the parts into which these can be split."""
+    """By label those around it in a dimension, with how many bits can split these."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for _, dims in op.ports:
         for factors in dims:
             for i, (label, _) in enumerate(factors):
                 if label is not None:
-                    found[label] += [(own, size & -size) for own, size in factors[:i] if own is not None]
+                    found[label] += [(own, _bits_in(size)) for own, size in factors[:i] if own is not None]
     return found
 
 

@@ -28,6 +28,9 @@ from roundelay.search.signatures.tables import LESS, Priced, Tables, solve
 PARTS = "first", "layers", "last layer", "end"
 """Of a model: what is before its layers; these but for the last one; the last; what is behind them."""
 
+MOST_WORKERS = 128
+"""Of a stage."""
+
 SECONDS = 0.5
 """For branch and bound of a stage."""
 
@@ -117,7 +120,7 @@ class _OfRows:
         self._model, self._hosts, self.rows, self.micro_batches = model, hosts, rows, micro_batches
         self._facts = model.facts(rows)
         self._profile = model.profile(self._facts)
-        self.logs = range(hosts.count.bit_length())
+        self.logs = range(min(hosts.count, max(1, MOST_WORKERS // hosts.workers)).bit_length())
         self.most = min(hosts.count, model.layers)
         self.solved: dict[Key, Stage] = {}
         self._tables: dict[int, list[tuple[Tables, Tables]]] = {}
@@ -199,7 +202,7 @@ class _OfRows:
     def best(self, below: float) -> tuple[float, list[Key]]:
         """The stages of the fewest seconds by what is known, if these are fewer than so many; else none."""
         every = np.unique(np.concatenate([table[np.isfinite(table)] for table in self.bounds.values()]))
-        least = bisect_left(range(len(every)), True, key=lambda i: self._reaches(every[i]))
+        least = bisect_left(range(len(every)), True, key=lambda i: self._reaches(float(every[i])))
         rest = self.micro_batches - 1
         found: tuple[float, list[Key]] = (below, [])
         waiting = [(least, least)] if least < len(every) else []
