@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from roundelay.ir.deduction import ShardedOp
-from roundelay.ir.graph import Graph, Op, Parameter, Value
+from roundelay.ir.graph import Graph, Op, Parameter, Profile, Value
 from roundelay.ir.op_form import Dims, OpForm
+from roundelay.planner.cost_model import FLOPS_PER_S, roofline
 from roundelay.planner.mesh_signatures import MeshFacts
+from roundelay.search.signatures.stages import PARTS, Layered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,3 +141,26 @@ class _Declaring:
 
 def _shape(dims: Dims) -> tuple[int, ...]:
     return tuple([math.prod(size for _, size in factors) for factors in dims])
+
+
+def layered(size: Gpt, flops_per_s: float) -> Layered:
+    """A GPT as stages are searched of it, on workers of so many operations a second."""
+
+    def of_rows(rows: int) -> MeshFacts:
+        return declared(replace(size, layers=2, rows=rows))
+
+    parts = {op.name: _part(op.name) for op in of_rows(1).ops}
+    boundary = float(size.length * size.width * size.bytes_each)
+    return Layered(of_rows, partial(profile, flops_per_s=flops_per_s), parts, size.layers, boundary)
+
+
+def _part(name: str) -> str:
+    if name.startswith("blocks."):
+        return PARTS[1] if name.startswith("blocks.0.") else PARTS[2]
+    return PARTS[0] if name == "symbols" else PARTS[3]
+
+
+def profile(facts: MeshFacts, flops_per_s: float) -> Profile:
+    """What the roofline model predicts for a worker of so many operations a second."""
+    rows, rate = roofline(facts.graph), FLOPS_PER_S / flops_per_s
+    return Profile(*[tuple([own * rate for own in part]) for part in (rows.forward_s, rows.backward_s, rows.update_s)])

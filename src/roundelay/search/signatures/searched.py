@@ -32,10 +32,10 @@ MOST_AXES, MOST_WORKERS = 3, 4
 """Of a mesh, and along one of its axes: beyond, axes are cut."""
 
 WHERE = (
-    "axes of any workers with equal links",
-    "the same, where tensors between operations are divided among all workers",
+    "axes cut as operations want it",
+    "axes cut as operations want it, and tensors divided among all workers between operations",
 )
-"""The space over bits in words, and where nothing is held twice between operations."""
+"""The space over bits in words, and where between operations nothing is held twice."""
 
 
 class PricedBoxing(NamedTuple):
@@ -122,14 +122,18 @@ def signatures_on(
                 remedy="Correct the mesh.",
             )
     machine = Machine(mesh, links, profile or roofline(facts.graph), micro_batches)
-    large = (len(mesh) > MOST_AXES or max(mesh.values()) > MOST_WORKERS) and all(
-        n & (n - 1) == 0 for n in mesh.values()
-    )
-    found = [over_bits(facts, machine, memory, tied=tied)] if large else []
-    if not large or len(mesh) <= MOST_AXES:
+    large = len(mesh) > MOST_AXES or max(mesh.values(), default=1) > MOST_WORKERS
+    over_any = large and all(size & (size - 1) == 0 for size in mesh.values())
+    found = [over_bits(facts, machine, memory, tied=tied)] if over_any else []
+    if not over_any or len(mesh) <= MOST_AXES:
         made = problem(facts, machine, tied=tied, variants=memory is not None)
         found.append(told(facts, machine, made, solve(made.tables, memory)))
-    return replace(min(found, key=lambda one: one.seconds), bound_s=min(one.bound_s for one in found))
+    return replace(
+        min(found, key=lambda one: one.seconds),
+        bound_s=min(one.bound_s for one in found),
+        space=sum(one.space for one in found),
+        where="; or ".join(one.where for one in found),
+    )
 
 
 def over_bits(

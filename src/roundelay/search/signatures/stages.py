@@ -10,7 +10,7 @@ many micro-batches as there are stages from it to the end.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from roundelay.planner.mesh_signatures import MeshFacts
 from roundelay.search.signatures.boxing_prices import Link, Table
 from roundelay.search.signatures.problem import Machine, problem
 from roundelay.search.signatures.quotient import Bits
-from roundelay.search.signatures.tables import LESS, Priced, Tables, solve
+from roundelay.search.signatures.tables import LESS, Priced, Tables, least_memory, solve
 
 PARTS = "first", "layers", "last layer", "end"
 """Of a model: what is before its layers; these but for the last one; the last; what is behind them."""
@@ -160,13 +160,25 @@ class _OfRows:
             found = solve(self._of(log, layers, to_end, first, last), self._hosts.memory, SECONDS)
             seconds, bound_s = (own / self.micro_batches + rest_s for own in (found.seconds, found.bound_s))
             self.solved[key] = Stage(layers, 1 << log, seconds, bound_s, found.memory)
+            self._raise(key, layers, bound_s - rest_s)
         except PlanError:
             self.solved[key] = Stage(layers, 1 << log, math.inf, math.inf, math.inf)
-        bound_s = self.solved[key].bound_s
+            self._raise(key, self._least_that_does_not_fit(key), math.inf)
+
+    def _raise(self, key: Key, layers: int, bound_s: float) -> None:
+        """Neither with so many layers or more, nor with what is at an end, nor keeping more, a stage takes less."""
+        log, _, to_end, first, last = key
         for (other_first, other_last), table in self.bounds.items():
             if other_first >= first and other_last >= last:
                 part = table[to_end:, log, layers:]
-                np.maximum(part, bound_s - rest_s + self._message_s(log, other_first), out=part)
+                np.maximum(part, bound_s + self._message_s(log, other_first), out=part)
+
+    def _least_that_does_not_fit(self, key: Key) -> int:
+        log, layers, to_end, first, last = key
+        memory = math.inf if self._hosts.memory is None else self._hosts.memory
+        return 1 + bisect_right(
+            range(1, layers), memory, key=lambda n: least_memory(self._of(log, n, to_end, first, last))
+        )
 
     def _bound_all(self, log: int) -> None:
         """The tables on so many hosts; of all layers without a limit, each stage's share of seconds is a bound."""
