@@ -2,7 +2,7 @@
 
 Both are declared (`declared_gpt.py`), the second as two layers that stand for 96. Workers compute 150 Tflop/s; links
 take 5 microseconds and 200 GB/s within a host, 15 microseconds and 20 GB/s between hosts. Of GPT-3 stages, hosts of
-each and rows of a micro-batch are searched too, with 80, 40, 24 and 16 GB of memory. Prices are a model's: nothing is
+each and rows of a micro-batch are searched too, with 80 and 40 GB of memory. Prices are a model's: nothing is
 measured but the seconds of the search, once each.
 """
 
@@ -21,7 +21,7 @@ FLOPS_PER_S = 1.5e14
 INSIDE, BETWEEN = Link(5e-6, 2e11), Link(15e-6, 2e10)
 MESH, LINKS = {"x": 8, "y": 8, "hosts": 16}, {"x": INSIDE, "y": INSIDE, "hosts": BETWEEN}
 TWELVE = Gpt(width=4096, layers=12, heads=32, symbols=50304, length=1024, rows=128)
-ROWS, MEMORIES = 1536, (80, 40, 24, 16)
+ROWS, MEMORIES = 1536, (80, 40)
 
 
 def twelve_layers() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -110,7 +111,17 @@ def test_what_is_found_over_bits_becomes_a_plan_over_axes_at_its_exact_price(ful
     found = solve(made.tables)
     space = lifted(bits, made, found)
     on_axes = replace(machine, mesh=space.mesh, links={axis: links[name] for axis, (name, _) in space.axes.items()})
-    plan = solve(problem(facts, on_axes, space).tables)
+    lifting = problem(facts, on_axes, space)
+    plan = solve(lifting.tables)
+    for variable, (value, _) in zip(lifting.variables, plan.choice, strict=True):
+        for cluster in variable.clusters:
+            for op, way in zip(cluster.ops, cluster.ways[value], strict=True):
+                taken = Counter[tuple[object, str]]()
+                for axis, letter in way.letters.items():
+                    name, count = space.axes[axis]
+                    taken[letter, name] += count
+                wanted = {(letter, name): n for letter, own in dict(space.key(op)).items() for name, n in own}
+                assert taken == wanted, op.name
     assert math.prod(space.mesh.values()) == 8
     assert found.seconds * (1 - 1e-12) <= plan.seconds <= 1.02 * found.seconds
     anyhow = signatures_on(facts, space.mesh, on_axes.links, profile) if len(space.mesh) < 4 else None
@@ -163,6 +174,18 @@ def test_boxings_over_bits_are_those_over_axes_in_the_best_order(links: Links) -
     assert own[0].max() > 0
 
 
+def test_a_split_that_a_later_one_reads_is_not_undone_before_it() -> None:
+    mesh = {"a": 2, "b": 2}
+    source, target = ((("a", parse("S(0)")), ("b", parse("S(0/2)"))), (("b", parse("S(0/2)")),))
+    over_axes = BoxingPrices([source, target, ()], mesh, APART, 64.0).seconds([source], [target])
+    bits, _ = bits_of(mesh, APART)
+    own = [tuple([(f"{axis}[0:1]", signature) for axis, signature in lay]) for lay in (source, target)]
+    of_axes = {axis: APART[name] for axis, (name, _) in bits.axes.items()}
+    found = BitPrices(bits.axes, tuple(bits.classes.items()), of_axes, 64.0).seconds(own[:1], own[1:])
+    assert found == pytest.approx(over_axes)
+    assert found > 64 / 2 / APART["a"].bytes_per_s + APART["a"].latency_s
+
+
 HOSTS = Hosts(4, 2, Link(1e-6, 1e10), Link(1e-5, 1e9))
 MODEL = layered(Gpt(width=64, layers=4, heads=4, symbols=200, length=32), 1e11)
 
@@ -187,10 +210,15 @@ def brute_force(hosts: Hosts, rows: int) -> float:
     return least
 
 
-@pytest.mark.parametrize("memory", [None, 400_000])
-@pytest.mark.parametrize("slow", [1.0, 20.0])
-def test_stages_are_found_as_by_brute_force(memory: int | None, slow: float) -> None:
-    hosts = replace(HOSTS, memory=memory, between=Link(1e-5 * slow, 1e9 / slow))
+@pytest.mark.parametrize(
+    ("count", "slow", "memory"),
+    [(4, 1.0, None), (4, 20.0, None), (3, 1.0, None), (4, 1.0, 400_000), (4, 20.0, 500_000)],
+)
+def test_stages_are_found_as_by_brute_force(
+    monkeypatch: pytest.MonkeyPatch, count: int, slow: float, memory: int | None
+) -> None:
+    monkeypatch.setattr(stages, "SECONDS", 60.0)
+    hosts = replace(HOSTS, count=count, memory=memory, between=Link(1e-5 * slow, 1e9 / slow))
     found = pipeline(MODEL, hosts, 6)
     assert found.seconds == pytest.approx(brute_force(hosts, 6), rel=1e-9)
     assert found.gap < 1e-9
@@ -198,6 +226,21 @@ def test_stages_are_found_as_by_brute_force(memory: int | None, slow: float) -> 
     assert sum(stage.hosts for stage in found.stages) <= hosts.count
     assert memory is None or all(stage.memory <= memory for stage in found.stages)
     assert found.rows * found.micro_batches == 6
+
+
+def test_a_stage_keeps_results_of_as_many_micro_batches_as_stages_follow() -> None:
+    stages_of = pipeline(MODEL, HOSTS, 6).stages
+    assert len(stages_of) == 4
+    assert [stage.layers for stage in stages_of] == [1, 1, 1, 1]
+    assert stages_of[1].memory > stages_of[2].memory
+
+
+def test_gradients_are_summed_over_axes_of_equal_links_at_once() -> None:
+    nothing = Profile((), (), ())
+    alike = Machine({"a": 2, "b": 2}, dict.fromkeys("ab", Link(1.0, 2.0)), nothing)
+    assert alike.scatter_s(("a", "b"), 100.0) == pytest.approx(1 + 75 / 2)
+    apart = replace(alike, links={"a": Link(1.0, 1.0), "b": Link(1.0, 100.0)})
+    assert apart.scatter_s(("a", "b"), 100.0) == pytest.approx(2 + 50 / 100 + 25)
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:

@@ -7,7 +7,7 @@ searched exactly, so the seconds are those of a plan; by what they exceed the bo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.problem import Problem
@@ -49,7 +49,7 @@ class Lifted(Axes):
 
         return ways(op, found, self.mesh, may)
 
-    def key(self, op: LocalOp) -> Hashable:
+    def key(self, op: LocalOp) -> frozenset[tuple[Letter, tuple[tuple[str, int], ...]]]:
         """What operations must have in common to be computed alike, beside their form."""
         found = self._found.get(op.name, {})
         return frozenset((letter, tuple(own.items())) for letter, own in found.items())
