@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_signatures_of_every_operation_are_found_and_priced(capsys: Screen, clus
     assert found["parameters"]
     shown = here(capsys, "plan", MLP, "--search", "--space", "all", "--cluster", cluster)
     assert "gap 0.00%" in shown.told
+
+
+def test_a_large_mesh_of_powers_of_two_is_cut_as_operations_want_it(capsys: Screen, cluster: Path) -> None:
+    asked = "plan", MLP, "--search", "--space", "all", "--cluster", cluster
+    cluster.write_text(CLUSTER.replace("data = { size = 2", "data = { size = 16"))
+    shown = here(capsys, *asked)
+    assert shown.code == 0, shown.err
+    assert "axes cut as operations want it" in shown.told
+    assert "whole axes" in shown.told
+    found = here(capsys, *asked, "--json").json
+    assert 0 <= found["gap"] < 0.1
+    assert math.prod(found["mesh"].values()) == 32
+    assert found["bound_s"] <= found["batch_s"]
+    cluster.write_text(CLUSTER.replace("data = { size = 2", "data = { size = 6"))
+    assert here(capsys, *asked, "--json").json["space_of"] == "whole axes"
 
 
 def test_slower_links_take_longer(capsys: Screen, cluster: Path) -> None:

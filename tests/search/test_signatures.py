@@ -20,6 +20,7 @@ from roundelay.search.signatures.clusters import Cluster, Clusters
 from roundelay.search.signatures.local_forms import LocalOp
 from roundelay.search.signatures.problem import Machine, Problem, problem
 from roundelay.search.signatures.searched import signatures_on, table
+from roundelay.search.signatures.spaces import Axes
 from roundelay.search.signatures.tables import Priced, Solution, Tables, solve
 from roundelay.search.signatures.ways import State, letters, splits, state, ways
 from tests.planner.test_priced import Transformer, facts_of
@@ -195,7 +196,7 @@ def test_a_value_that_a_cluster_reads_twice_lies_one_way() -> None:
     transposed = LocalOp("y", OpForm({"x": plain}, (turned,), (frozenset("x"),)), ("y",), True)
     together = OpForm({"x": plain, "y": ((((1, 4),), ((2, 4),)))}, (product,), (frozenset("x"), frozenset("y")))
     ops = (scaled, transposed, LocalOp("z", together, ("z",), True))
-    clusters = Clusters(ops, {"a": 2}, {}, ["z"])
+    clusters = Clusters(ops, Axes({"a": 2}), {}, ["z"])
     (members,) = clusters.of(ops)
     own = clusters.cluster(members)
     assert own.ways
@@ -267,3 +268,14 @@ def test_the_table_tells_the_choice_and_what_cannot_run(transformer: MeshFacts) 
 def test_a_mesh_that_is_none_is_refused(transformer: MeshFacts, mesh: Mapping[str, int]) -> None:
     with pytest.raises(PlanError, match=r"axis '(tensor|other)' of the mesh"):
         signatures_on(transformer, mesh, LINKS)
+
+
+def test_micro_batches_are_boxed_each_in_its_turn_as_a_whole_batch_is(transformer: MeshFacts) -> None:
+    """Without a latency, what computes and boxes rows takes as long however they are divided."""
+    links = dict.fromkeys(("a", "b"), Link(0.0, 1e9))
+    length = len(transformer.graph.ops) + 1
+    nothing = Profile((0.0,) * length, (0.0,) * length, (0.0,) * length)
+    whole, parts = (signatures_on(transformer, {"a": 2, "b": 2}, links, nothing, micro_batches=m) for m in (1, 2))
+    rest = [sum(value for name, value in own.terms.items() if name != "boxing") for own in (whole, parts)]
+    assert rest == pytest.approx([rest[0]] * 2)
+    assert parts.terms["boxing"] == pytest.approx(whole.terms["boxing"])

@@ -74,6 +74,8 @@ def _json(found: SearchedSignatures, seconds: float) -> dict[str, Any]:
         "bound_s": found.bound_s,
         "gap": found.gap,
         "space": str(found.space),
+        "space_of": found.where,
+        "mesh": dict(found.mesh),
         "memory_bytes": found.memory,
         "terms": dict(found.terms),
         "parameters": {name: [[axis, str(own)] for axis, own in lay] for name, lay in found.parameters.items()},

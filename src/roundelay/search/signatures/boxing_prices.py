@@ -6,7 +6,9 @@ become partial stays so: summing zeros that were put there is no boxing.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -34,6 +36,17 @@ class Link(NamedTuple):
 
     latency_s: float
     bytes_per_s: float
+
+
+def scatter_share(axes: Sequence[tuple[int, Link]]) -> float:
+    """Seconds for each byte of a worker's tensor of a reduce-scatter along axes of these sizes, in the best order."""
+
+    def in_order(order: Sequence[tuple[int, Link]]) -> float:
+        sizes = [1, *itertools.accumulate((size for size, _ in order), operator.mul)]
+        parts = zip(order, sizes, strict=False)
+        return math.fsum((size - 1) / size / before / link.bytes_per_s for (size, link), before in parts)
+
+    return min(map(in_order, itertools.permutations(axes)))
 
 
 def share(lay: Lay, mesh: Mapping[str, int]) -> float:

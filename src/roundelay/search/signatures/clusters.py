@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from roundelay.search.signatures.local_forms import LocalOp
-from roundelay.search.signatures.ways import State, Way, letters, state, ways
+from roundelay.search.signatures.spaces import Space
+from roundelay.search.signatures.ways import State, Way, letters
 
 States = tuple[State, ...]
 """One for each way of a cluster."""
@@ -38,15 +39,15 @@ class Clusters:
 
     Args:
         ops: of the whole model.
-        mesh: sizes of the axes.
+        space: of ways.
         parameters: names of the tensors that are parameters, and whether they are trained.
         outputs: names of values that the loss reads.
     """
 
     def __init__(
-        self, ops: Sequence[LocalOp], mesh: Mapping[str, int], parameters: Mapping[str, bool], outputs: Iterable[str]
+        self, ops: Sequence[LocalOp], space: Space, parameters: Mapping[str, bool], outputs: Iterable[str]
     ) -> None:
-        self._mesh, self._parameters, self._outputs = mesh, frozenset(parameters), frozenset(outputs)
+        self._space, self._parameters, self._outputs = space, frozenset(parameters), frozenset(outputs)
         self._with_gradient = {name for op in ops if op.differentiable for name in op.results}
         self._with_gradient |= {name for name, trained in parameters.items() if trained}
         self._ways: dict[Hashable, list[Way]] = {}
@@ -57,7 +58,14 @@ class Clusters:
         names = list(op.form.args)
         groups = tuple(sorted(tuple(sorted(map(names.index, group))) for group in op.form.linear))
         owned = tuple([(name in self._parameters, name in self._with_gradient) for name in names])
-        return tuple([dims for _, dims in op.ports]), groups, owned, op.form.reduction, op.differentiable
+        return (
+            tuple([dims for _, dims in op.ports]),
+            groups,
+            owned,
+            op.form.reduction,
+            op.differentiable,
+            self._space.key(op),
+        )
 
     def of(self, ops: Sequence[LocalOp]) -> list[Ops]:
         """The operations of all clusters."""
@@ -82,7 +90,7 @@ class Clusters:
     def ways_of(self, op: LocalOp) -> list[Way]:
         """The ways of an operation."""
         if (key := self.form_key(op)) not in self._ways:
-            self._ways[key] = ways(op, letters(op, self._parameters), self._mesh)
+            self._ways[key] = self._space.ways(op, letters(op, self._parameters))
         return self._ways[key]
 
     def _inverse(self, op: LocalOp, read: Sequence[bool]) -> Mapping[States, Way]:
@@ -95,7 +103,7 @@ class Clusters:
 
     def state(self, op: LocalOp, way: Way, port: int) -> State:
         """How a tensor lies, by its number among those that an operation reads and produces."""
-        found = state(op, way, port, self._mesh)
+        found = self._space.state(op, way, port)
         return found if op.ports[port][0] in self._with_gradient else State(found.value, ())
 
     def cluster(self, ops: Ops) -> Cluster:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -19,17 +18,21 @@ from roundelay.ir.graph import Graph, Parameter, Profile
 from roundelay.ir.op_form import OpForm
 from roundelay.ir.sbp import P, Split
 from roundelay.planner.mesh_signatures import MeshFacts, as_pattern
-from roundelay.search.signatures.boxing_prices import BoxingPrices, Link, Table, share
+from roundelay.search.signatures.boxing_prices import Link, Table, scatter_share, share
 from roundelay.search.signatures.clusters import Cluster, Clusters, Ops, States
 from roundelay.search.signatures.local_forms import LocalOp, local_ops
+from roundelay.search.signatures.spaces import Axes, Prices, Space
 from roundelay.search.signatures.tables import Priced, Tables
-from roundelay.search.signatures.ways import State, letters, ways
+from roundelay.search.signatures.ways import State, Way, letters
 
 COMPUTE, BOXING, SUMS, GATHERS, AGAIN = "compute", "boxing", "gradient sums", "weight gathers", "computed again"
 """The terms of a batch's seconds."""
 
-LEVELS = (0, 1, 3)
-"""Of ZeRO (Rajbhandari and others, 2020): nothing, optimizer states, or weights and gradients too are in parts."""
+LEVELS = (1, 0, 3)
+"""Of ZeRO (Rajbhandari and others, 2020): optimizer states, nothing, or weights and gradients too are in parts.
+
+The first takes as long as the second, and less memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Machine:
         profile: seconds of operations on a whole micro-batch.
         micro_batches: of a batch.
         state_ratio: bytes of the optimizer's states for each byte of a trained weight.
+        in_flight: micro-batches of which results are kept at once.
+        parts: micro-batches whose values the graph has together.
     """
 
     mesh: Mapping[str, int] = field(hash=False)
@@ -49,18 +54,19 @@ class Machine:
     profile: Profile
     micro_batches: int = 1
     state_ratio: float = 2.0
+    in_flight: int = 1
+    parts: int = 1
 
     def scatter_s(self, axes: Sequence[str], num_bytes: float) -> float:
-        """Seconds of a reduce-scatter along axes, one after another in the best order; of the all-gather back too."""
-        return min(self._in_order(order, num_bytes) for order in permutations(axes))
+        """Seconds of a reduce-scatter along axes, one after another in the best order; of the all-gather back too.
 
-    def _in_order(self, axes: Sequence[str], num_bytes: float) -> float:
-        seconds = 0.0
+        Axes of equal links are one.
+        """
+        sizes: dict[Link, int] = {}
         for axis in axes:
-            size, link = self.mesh[axis], self.links[axis]
-            seconds += link.latency_s + (size - 1) / size * num_bytes / link.bytes_per_s
-            num_bytes /= size
-        return seconds
+            sizes[self.links[axis]] = sizes.get(self.links[axis], 1) * self.mesh[axis]
+        latency_s = sum(link.latency_s for link in sizes)
+        return latency_s + num_bytes * scatter_share([(size, link) for link, size in sizes.items()])
 
 
 T = TypeVar("T")
@@ -102,28 +108,53 @@ class Problem(NamedTuple):
     variables: Sequence[Variable]
     edges: Sequence[Edge]
     tables: Tables
-    prices: Mapping[str, BoxingPrices]
+    prices: Mapping[str, Prices]
     repeatable: frozenset[str]
 
 
-def problem(facts: MeshFacts, machine: Machine, *, tied: bool = True, variants: bool = False) -> Problem:
+def problem(
+    facts: MeshFacts,
+    machine: Machine,
+    space: Space | None = None,
+    *,
+    tied: bool = True,
+    variants: bool = False,
+    times: Mapping[str, int] | None = None,
+    made: dict[Hashable, object] | None = None,
+) -> Problem:
     """The tables of a model on a mesh.
 
     Args:
         facts: of the model.
         machine: where.
+        space: of ways; by default all over whole axes.
         tied: whether repeated modules are computed alike.
         variants: whether weights may be in parts, and results computed again: as memory wants it.
+        times: by name how many operations an operation stands for; by default one.
+        made: what is kept for the same facts and space, with other times and micro-batches.
     """
-    return _Builder(facts, machine, tied, variants).build()
+    kept = {} if made is None else made
+    return _Builder(facts, machine, space or Axes(machine.mesh), tied, variants, times or {}, kept).build()
 
 
 class _Builder:
-    def __init__(self, facts: MeshFacts, machine: Machine, tied: bool, variants: bool) -> None:
-        self._graph, self._machine, self._ops = facts.graph, machine, local_ops(facts)
+    def __init__(
+        self,
+        facts: MeshFacts,
+        machine: Machine,
+        space: Space,
+        tied: bool,
+        variants: bool,
+        times: Mapping[str, int],
+        made: dict[Hashable, object],
+    ) -> None:
+        self._made = made
+        self._graph, self._machine, self._space = facts.graph, machine, space
+        self._ops = self._once("ops", lambda: local_ops(facts))
+        self._times = {name: times.get(op.name, 1) for op in self._ops for name in (op.name, *op.results)}
         self._weights = {place: facts.graph.parameters[name] for name, place in facts.places.items()}
         trained = {place: own.trainable for place, own in self._weights.items()}
-        self._clusters = Clusters(self._ops, machine.mesh, trained, facts.graph.outputs)
+        self._clusters = self._once("clusters", lambda: Clusters(self._ops, space, trained, facts.graph.outputs))
         self._variants = tuple([(n, again) for n in LEVELS for again in (False, True)]) if variants else ((0, False),)
         self._stands = _places_in_modules(facts.graph) if tied else {}
         self._seconds = {
@@ -138,7 +169,6 @@ class _Builder:
             and not self._weights.keys() & op.form.args.keys()
             and all(reads[name] < 2 for name in op.results)
         )
-        self._made: dict[Hashable, object] = {}
         self._numbers: dict[Hashable, int] = {}
         self._variables: list[Variable] = []
         self._edges: list[Edge] = []
@@ -146,7 +176,7 @@ class _Builder:
     def build(self) -> Problem:
         readers: dict[str, list[tuple[str, int, States]]] = defaultdict(list)
         producers: dict[str, tuple[int, States]] = {}
-        for ops in self._clusters.of(self._ops):
+        for ops in self._all_clusters():
             number, own = self._add_cluster(ops)
             for (i, port), states in own.reads.items():
                 readers[ops[i].ports[port][0]].append((ops[i].name, number, states))
@@ -157,12 +187,13 @@ class _Builder:
         for place, weight in self._weights.items():
             own_readers = readers[place]
             if len(own_readers) > 1:
-                states = tuple(sorted({_stored(lies) for *_, each in own_readers for lies in each}, key=str))
+                states = self._once((place, "stored"), lambda: _all_stored([lies for *_, lies in readers[place]]))  # noqa: B023
                 number = self._variable(place, len(states), self._variants, place, states)
-                self._price_weight(weight, number, states)
+                self._price_weight(weight, number, states, max(self._times[reader] for reader, *_ in own_readers))
                 producers[place] = number, states
             elif own_readers:
-                self._price_weight(weight, *own_readers[0][1:])
+                reader, number, states = own_readers[0]
+                self._price_weight(weight, number, states, self._times[reader])
         for name, (number, states) in producers.items():
             self._add_edges(name, number, states, readers[name])
         return self._priced()
@@ -181,19 +212,30 @@ class _Builder:
             self._variables.append(Variable([], weight, states, variants, terms, np.zeros((count, len(variants)))))
         return self._numbers[key]
 
+    def _all_clusters(self) -> Iterator[Ops]:
+        """Those of the model; operations that cannot follow the one that chooses choose themselves."""
+        for ops in self._clusters.of(self._ops):
+            yield from [ops] if self._cluster(ops).ways else [(op,) for op in ops]
+
+    def _forms(self, ops: Ops) -> Hashable:
+        return _wiring(ops), *[self._clusters.form_key(op) for op in ops]
+
+    def _cluster(self, ops: Ops) -> Cluster:
+        return self._once(self._forms(ops), lambda: self._clusters.cluster(ops))
+
     def _add_cluster(self, ops: Ops) -> tuple[int, Cluster]:
-        forms = _wiring(ops), *[self._clusters.form_key(op) for op in ops]
-        made = self._once(forms, lambda: self._clusters.cluster(ops))
+        forms, made = self._forms(ops), self._cluster(ops)
         own = made._replace(ops=ops)
         stands = tuple([self._stands.get(op.name, op.name) for op in ops])
         number = self._variable((stands, forms), len(own.ways), self._variants)
         variable = self._variables[number]
         variable.clusters.append(own)
         for i, op in enumerate(ops):
-            parts = np.array([way[i].parts for way in own.ways])
+            parts = self._once((forms, i), lambda: np.array([way[i].parts for way in own.ways]))  # noqa: B023
             each_s = [self._seconds[name] for name in {op.name, *op.results} if name in self._seconds]
-            forward_s, backward_s = self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
-            held = sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
+            times = self._times[op.name]
+            forward_s, backward_s = times * self._machine.micro_batches * np.sum(each_s, axis=0)[:, None] / parts
+            held = times * sum([self._held(forms, own, i, port) for port in range(len(op.form.args), len(op.ports))])
             repeatable = op.name in self._repeatable
             for n, (_, again) in enumerate(variable.variants):
                 variable.terms[COMPUTE][:, n] += forward_s + backward_s
@@ -204,7 +246,7 @@ class _Builder:
     def _held(self, forms: Hashable, own: Cluster, number: int, port: int) -> Table:
         """Bytes of a result that a worker keeps for the backward, by the cluster's ways."""
         op, mesh = own.ops[number], self._machine.mesh
-        kept = op.differentiable and not _is_view(op)
+        kept = self._machine.in_flight * (op.differentiable and not _is_view(op))
 
         def shares() -> Table:
             return np.array([share(self._clusters.state(op, way[number], port).value, mesh) for way in own.ways])
@@ -215,61 +257,76 @@ class _Builder:
         """The loss reads a value whole, or each worker some rows of it."""
         dims = tuple([((None if i else 0, size),) for i, size in enumerate(self._size(name)[0])])
         reader = LocalOp("loss", OpForm({name: dims}, ()), (), False)
-        every = ways(reader, letters(reader, frozenset()), self._machine.mesh)
+        every = self._once(("loss", name), lambda: self._space.ways(reader, letters(reader, frozenset())))
         number = self._variable(("loss", name), len(every), ((0, False),))
         if name == self._graph.outputs[0]:
             profile = self._machine.profile
             seconds = self._machine.micro_batches * (profile.forward_s[-1] + profile.backward_s[-1])
             self._variables[number].terms[COMPUTE][:, 0] += [seconds / way.parts for way in every]
-        return "loss", number, tuple([self._clusters.state(reader, way, 0) for way in every])
+        return "loss", number, self._once(("reads", name), lambda: _reads(self._clusters, reader, every))
 
-    def _price_weight(self, weight: Parameter, number: int, states: States) -> None:
+    def _price_weight(self, weight: Parameter, number: int, states: States, times: int) -> None:
         variable = self._variables[number]
         into = variable.terms[SUMS], variable.terms[GATHERS], variable.memory
         for n, (level, _) in enumerate(variable.variants):
             for table, column in zip(into, self._weight_prices(weight, states, level), strict=True):
-                table[:, n] += column
+                table[:, n] += times * column
 
     def _weight_prices(self, weight: Parameter, states: States, level: int) -> Table:
         what = weight.num_bytes, weight.trainable, level
+        key = id(states), what, self._machine.micro_batches
 
         def prices() -> Table:
             return np.array([_weight_price(self._machine, read, *what) for read in states]).T
 
-        return self._once((id(states), what), prices)
+        return self._once(key, prices)
 
     def _add_edges(self, name: str, number: int, states: States, readers: Sequence[tuple[str, int, States]]) -> None:
-        if len(readers) > 1 and name not in self._weights:
+        if readers and name not in self._weights and (self._space.full or len(readers) > 1):
             key = number, *[(own, self._stands.get(reader, reader)) for reader, own, _ in readers]
-            every = self._once(key, lambda: tuple(sorted({*states}.union(*[own for *_, own in readers]), key=str)))
+            every = self._once(key, lambda: self._hub({*states}.union(*[own for *_, own in readers])))
             hub = self._variable(key, len(every), ((0, False),))
             self._edges.append(Edge(name, (number, hub), (states, every), name))
             number, states = hub, every
         self._edges += [Edge(name, (number, own), (states, wanted), reader) for reader, own, wanted in readers]
 
+    def _hub(self, states: Set[State]) -> States:
+        """How a value may lie that is boxed to its readers."""
+        every = sorted(states, key=str)
+        if self._space.full:
+            parts = [share(one.value, self._machine.mesh) * (1 + (one.value != one.gradient)) for one in every]
+            least = min(parts)
+            every = [one for one, part in zip(every, parts, strict=True) if part == least]
+        return tuple(every)
+
     def _priced(self) -> Problem:
-        machine, alike = self._machine, defaultdict[tuple[tuple[int, ...], float], set[State]](set)
+        machine, alike = self._machine, defaultdict[tuple[tuple[int, ...], float], list[Edge]](list)
         for edge in self._edges:
-            alike[self._size(edge.value)].update(*edge.states)
-        prices = {
-            size: BoxingPrices({lay for one in found for lay in one}, machine.mesh, machine.links, size[1])
-            for size, found in alike.items()
-        }
+            alike[self._size(edge.value)].append(edge)
+        prices = {size: self._prices(size, found) for size, found in alike.items()}
         own = [Priced(np.sum([*v.terms.values()], axis=0), v.memory.copy()) for v in self._variables]
         pairs: dict[tuple[int, ...], Priced] = {}
-        boxed: dict[Hashable, Priced] = {}
         for edge in self._edges:
             size = self._size(edge.value)
-            key = *map(id, edge.states), size
-            boxed[key] = boxed.get(key) or _boxed(edge.states, prices[size], size[1], machine)
-            _add(own, pairs, edge.ends, boxed[key])
+            key = *map(id, edge.states), size, machine.in_flight
+            boxed = self._once(key, lambda: _boxed(edge.states, prices[size], size[1], machine))  # noqa: B023
+            _add(own, pairs, edge.ends, boxed, self._times.get(edge.value, 1))
         by_value = {edge.value: prices[self._size(edge.value)] for edge in self._edges}
         return Problem(self._variables, self._edges, Tables(tuple(own), pairs), by_value, self._repeatable)
 
+    def _prices(self, size: tuple[tuple[int, ...], float], edges: Sequence[Edge]) -> Prices:
+        def prices() -> Prices:
+            lays = {lay for edge in edges for states in edge.states for one in states for lay in one}
+            return self._space.prices(lays, self._machine.links, size[1])
+
+        return self._once(("prices", size), prices)
+
     def _size(self, name: str) -> tuple[tuple[int, ...], float]:
-        """Shape and bytes."""
-        known = self._weights.get(name) or self._graph.values.get(name)
-        return (known.shape, float(known.num_bytes)) if known else ((), 0.0)
+        """Shape, and bytes of one micro-batch."""
+        if (weight := self._weights.get(name)) is not None:
+            return weight.shape, float(weight.num_bytes)
+        known = self._graph.values.get(name)
+        return (known.shape, known.num_bytes / self._machine.parts) if known else ((), 0.0)
 
 
 def _weight_price(
@@ -289,6 +346,10 @@ def _weight_price(
     return 2 * once_s, 0.0, local * (2 + machine.state_ratio / (parts if level else 1))
 
 
+def _reads(clusters: Clusters, reader: LocalOp, every: Sequence[Way]) -> States:
+    return tuple([clusters.state(reader, way, 0) for way in every])
+
+
 def _is_view(op: LocalOp) -> bool:
     """Whether it keeps nothing of its own: it is linear in the one tensor that it reads."""
     return len(op.form.args) == 1 and op.form.linear != ()
@@ -299,16 +360,25 @@ def _stored(read: State) -> State:
     return State(tuple([pair for pair in read.value if isinstance(pair[1], Split)]), read.gradient)
 
 
-def _boxed(states: tuple[States, States], prices: BoxingPrices, num_bytes: float, machine: Machine) -> Priced:
+def _all_stored(reads: Sequence[States]) -> States:
+    return tuple(sorted({_stored(read) for each in reads for read in each}, key=str))
+
+
+def _boxed(states: tuple[States, States], prices: Prices, num_bytes: float, machine: Machine) -> Priced:
     """Seconds of a boxing, and bytes of what it makes."""
     sources, targets = states
     made = np.array([num_bytes * share(target.value, machine.mesh) for target in targets])
-    other = np.array([[source.value != target.value for target in targets] for source in sources])
-    return Priced(machine.micro_batches * prices.of_states(sources, targets), other * made)
+    numbers = {lay: i for i, lay in enumerate({one.value for one in (*sources, *targets)})}
+    ends = [np.array([numbers[one.value] for one in own]) for own in states]
+    other = ends[0][:, None] != ends[1]
+    return Priced(machine.micro_batches * prices.of_states(sources, targets), machine.in_flight * other * made)
 
 
-def _add(own: Sequence[Priced], pairs: dict[tuple[int, ...], Priced], ends: tuple[int, int], more: Priced) -> None:
-    """Add a table of two variables, or of one twice."""
+def _add(
+    own: Sequence[Priced], pairs: dict[tuple[int, ...], Priced], ends: tuple[int, int], once: Priced, times: int
+) -> None:
+    """Add a table of two variables, or of one twice, so many times."""
+    more = Priced(*[times * table for table in once]) if times > 1 else once
     if ends[0] == ends[1]:
         for table, diagonal in zip(own[ends[0]], map(np.diag, more), strict=True):
             table += diagonal[:, None]

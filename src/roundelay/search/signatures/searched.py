@@ -2,14 +2,16 @@
 
 The space: every operation in any of its rows over each axis, split into equal parts; values boxed between them; weights
 in parts, and results computed again, where there is a limit on memory. In it nothing takes fewer seconds than
-:attr:`SearchedSignatures.bound_s`.
+:attr:`SearchedSignatures.bound_s`. On a large mesh of powers of two axes are cut as the operations want it: how many
+workers split what gives the bound (:mod:`roundelay.search.signatures.quotient`), and axes for them the plan
+(:mod:`roundelay.search.signatures.lifted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, cast
 
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph, Profile
@@ -17,12 +19,24 @@ from roundelay.ir.layout import Lay
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.sbp import Split
 from roundelay.lower.boxing import Step
+from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.planner.cost_model import roofline
 from roundelay.planner.mesh_signatures import MeshFacts, with_patterns
-from roundelay.search.signatures.boxing_prices import Link
+from roundelay.search.signatures.boxing_prices import BoxingPrices, Link
+from roundelay.search.signatures.lifted import lifted
 from roundelay.search.signatures.problem import BOXING, Machine, Problem, problem
+from roundelay.search.signatures.quotient import bits_of
 from roundelay.search.signatures.tables import Solution, solve
 from roundelay.search.signatures.ways import splits, state
+
+MOST_AXES, MOST_WORKERS = 3, 4
+"""Of a mesh, and along one of its axes: beyond, axes are cut."""
+
+WHERE = (
+    "axes cut as operations want it",
+    "axes cut as operations want it, and tensors divided among all workers between operations",
+)
+"""The space over bits in words, and where between operations nothing is held twice."""
 
 
 class PricedBoxing(NamedTuple):
@@ -50,6 +64,8 @@ class SearchedSignatures:
         boxings: that move something.
         levels: of ZeRO, by parameter.
         again: operations whose results are computed again for the backward.
+        mesh: workers along the axes of the lays; those that were given, or parts of them.
+        where: the space in words.
         not_runnable: why the runtime cannot run it yet; empty where it can.
     """
 
@@ -63,6 +79,8 @@ class SearchedSignatures:
     boxings: tuple[PricedBoxing, ...]
     levels: Mapping[str, int] = field(hash=False)
     again: tuple[str, ...]
+    mesh: Mapping[str, int] = field(hash=False)
+    where: str
     not_runnable: str
 
     @property
@@ -104,13 +122,51 @@ def signatures_on(
                 expected="two workers or more, and a link between them",
                 remedy="Correct the mesh.",
             )
-    machine = Machine(mesh, links, profile or roofline(facts.graph), micro_batches)
-    made = problem(facts, machine, tied=tied, variants=memory is not None)
-    return told(facts, machine, made, solve(made.tables, memory))
+    parts, known = sample_micro_batches(facts.graph, micro_batches), profile or roofline(facts.graph, micro_batches)
+    machine = Machine(mesh, links, known, micro_batches, parts=parts)
+    large = len(mesh) > MOST_AXES or max(mesh.values(), default=1) > MOST_WORKERS
+    over_any = large and all(size & (size - 1) == 0 for size in mesh.values())
+    found = [over_bits(facts, machine, memory, tied=tied)] if over_any else []
+    if not over_any or len(mesh) <= MOST_AXES:
+        made = problem(facts, machine, tied=tied, variants=memory is not None)
+        found.append(told(facts, machine, made, solve(made.tables, memory)))
+    return replace(
+        min(found, key=lambda one: one.seconds),
+        bound_s=min(one.bound_s for one in found),
+        space=sum(one.space for one in found),
+        where="; or ".join(one.where for one in found),
+    )
 
 
-def told(facts: MeshFacts, machine: Machine, made: Problem, solution: Solution) -> SearchedSignatures:
-    """A solution in the words of the model."""
+def over_bits(
+    facts: MeshFacts, machine: Machine, memory: int | None = None, *, tied: bool = True
+) -> SearchedSignatures:
+    """The same on a mesh of powers of two, with axes of any workers that have equal links.
+
+    Args:
+        facts: of the model.
+        machine: where; its mesh says how many workers have which links.
+        memory: bytes that a worker may hold; None for any number.
+        tied: whether repeated modules are computed alike.
+
+    Raises:
+        PlanError: as :func:`signatures_on`.
+    """
+    bits, links = bits_of(machine.mesh, machine.links)
+    on_bits = replace(machine, mesh=bits.mesh, links={axis: links[name] for axis, (name, _) in bits.axes.items()})
+    bounds = problem(facts, on_bits, bits, tied=tied, variants=memory is not None)
+    bound = solve(bounds.tables, memory)
+    axes = lifted(bits, bounds, bound)
+    on_axes = replace(machine, mesh=axes.mesh, links={axis: links[name] for axis, (name, _) in axes.axes.items()})
+    made = problem(facts, on_axes, axes, tied=tied, variants=memory is not None)
+    found = told(facts, on_axes, made, solve(made.tables, memory), WHERE[bits.full])
+    return replace(found, bound_s=min(bound.bound_s, found.seconds), space=bounds.tables.space)
+
+
+def told(
+    facts: MeshFacts, machine: Machine, made: Problem, solution: Solution, where: str = "whole axes"
+) -> SearchedSignatures:
+    """A solution over axes, found in a space, in the words of the model."""
     names = {place: name for name, place in facts.places.items()}
     parameters, values, levels, again = dict[str, Lay](), dict[str, Lay](), dict[str, int](), list[str]()
     terms: dict[str, float] = {}
@@ -142,6 +198,8 @@ def told(facts: MeshFacts, machine: Machine, made: Problem, solution: Solution) 
         boxings=boxings,
         levels=levels,
         again=tuple(again),
+        mesh=machine.mesh,
+        where=where,
         not_runnable=_not_runnable(machine, facts.graph, parameters, values),
     )
 
@@ -149,7 +207,7 @@ def told(facts: MeshFacts, machine: Machine, made: Problem, solution: Solution) 
 def _boxings(machine: Machine, made: Problem, solution: Solution) -> Iterator[PricedBoxing]:
     for edge in made.edges:
         source, target = (own[solution.choice[end][0]] for own, end in zip(edge.states, edge.ends, strict=True))
-        prices = made.prices[edge.value]
+        prices = cast("BoxingPrices", made.prices[edge.value])
         forward, backward = prices.way(source.value, target.value), prices.way(target.gradient, source.gradient)
         if any(step.phases for step in (*forward, *backward)):
             seconds = machine.micro_batches * float(prices.of_states([source], [target])[0, 0])
@@ -174,6 +232,7 @@ def table(found: SearchedSignatures, graph: Graph) -> str:
     head = [
         f"{found.seconds * 1e3:.3f} ms a batch, {bytes_text(round(found.memory))} a worker",
         f"the best found of {_count(found.space)} choices; gap {found.gap:.2%}",
+        f"of {found.where}; here {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}",
         ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in found.terms.items() if seconds),
     ]
     rows = [("parameter", "signatures"), *_rows(found.parameters), ("result of", "signatures"), *_rows(results)]

@@ -184,6 +184,11 @@ def solve(tables: Tables, limit: float | None = None, seconds: float = SECONDS) 
     return _Branches(tables, [(tied, weight), (free, 0.0)], smallest, limit, time.monotonic() + seconds).best(lean)
 
 
+def least_memory(tables: Tables) -> float:
+    """Bytes that every choice needs."""
+    return _Elimination(tables, math.inf).least
+
+
 def _solution(tables: Tables, found: _Elimination) -> Solution:
     return Solution(found.choice(), *tables.totals(found.choice()), 0.0)
 

@@ -8,7 +8,7 @@ signatures, its own and its gradient's: ``B/B``, ``B/P``, ``P/B`` or ``S/S``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from roundelay.ir.deduction import Row
@@ -78,8 +78,20 @@ class Way(NamedTuple):
     parts: int
 
 
-def ways(op: LocalOp, found: Sequence[Letter], mesh: Mapping[str, int]) -> list[Way]:
-    """All ways of an operation on a mesh, by its letters."""
+def ways(
+    op: LocalOp,
+    found: Sequence[Letter],
+    mesh: Mapping[str, int],
+    may: Callable[[Letter, Sequence[str]], bool] = lambda *_: True,
+) -> list[Way]:
+    """All ways of an operation on a mesh.
+
+    Args:
+        op: the operation.
+        found: its letters.
+        mesh: sizes of the axes.
+        may: whether a letter may be that of these axes, among others.
+    """
     sizes = {label: size for _, dims in op.ports for factors in dims for label, size in factors}
     every: list[tuple[dict[str, Letter], dict[int, tuple[str, ...]]]] = [({}, {})]
     for axis in mesh:
@@ -87,6 +99,7 @@ def ways(op: LocalOp, found: Sequence[Letter], mesh: Mapping[str, int]) -> list[
             ({**chosen, axis: letter}, after)
             for chosen, order in every
             for letter in found
+            if may(letter, [*[own for own, other in chosen.items() if other == letter], axis])
             for after in _with_axis(order, letter.label, axis)
             if letter.label is None or sizes[letter.label] % _product(mesh, after[letter.label]) == 0
         ]
