@@ -17,6 +17,7 @@ from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import priced
 from roundelay.planner.source import Hardware
+from roundelay.search import shifted_cuts
 from roundelay.search.bounds import Bounds
 from roundelay.search.search import Task, Tried, search, tried
 from roundelay.search.space import space, transports_of
@@ -128,6 +129,22 @@ def test_cuts_that_are_given_leave_the_workers_in_the_order_of_the_file(facts: M
     again = priced(facts, replace(PIPELINE, cuts="equal"), replace(machine, cluster=turned)).plan
     assert [stage.workers for stage in again.stages] == [("w1",), ("w0",)]
     assert [worker.name for worker in again.workers] == ["w0", "w1"]
+
+
+def test_cuts_that_are_moved_keep_their_workers(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = speeds(0.5, 1.0)
+    task = Task(facts, machine, 2)
+    best = tried(task, PIPELINE)
+    assert [stage.workers for stage in best.priced.plan.stages] == [("w1",), ("w0",)]
+    seen: list[Tried] = []
+
+    def noted(task: Task, choices: Choices) -> Tried:
+        seen.append(tried(task, choices))
+        return seen[-1]
+
+    monkeypatch.setattr(shifted_cuts, "tried", noted)
+    shifted_cuts._shifted(task, best)
+    assert {tuple(stage.workers for stage in one.priced.plan.stages) for one in seen} == {(("w1",), ("w0",))}
 
 
 def test_more_workers_than_there_are_are_refused(facts: ModelFacts) -> None:

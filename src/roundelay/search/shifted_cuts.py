@@ -61,6 +61,8 @@ def _cuts(one: Tried) -> tuple[str, ...]:
 def _shifted(task: Task, one: Tried) -> Tried:
     legal = [task.facts.graph.ops[i].name for i in task.facts.graph.cuts]
     places = [legal.index(name) for name in _cuts(one)]
+    if (cluster := task.machine.cluster) is not None:  # given cuts leave workers in its order
+        task = replace(task, machine=replace(task.machine, cluster=cluster.as_in(one.priced.plan)))
     best, left = one, MOST
     while (found := _first_better(task, best, places, legal, left)) is not None:
         best, places, left = found
