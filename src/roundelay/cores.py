@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from roundelay import env
@@ -60,6 +61,7 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
             yield from (folder for folder in (group, *group.parents) if folder == base or base in folder.parents)
 
 
+@cache
 def num_cores(processors: frozenset[int], topology: Path = _TOPOLOGY) -> int:
     """The number of cores that these processors belong to."""
     siblings = {_siblings(processor, topology) for processor in processors}
