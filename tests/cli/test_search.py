@@ -209,7 +209,10 @@ def test_the_plan_is_cut_where_the_one_that_was_chosen_is(
         first, last = task.facts.graph.cuts[0], len(task.facts.graph.ops) - 1
         cuts = [[task.facts.graph.ops[i].name] for i in (first, last)]
         chosen = tried(task, replace(own, cuts=cuts))
-        return Found((replace(chosen, choices=own),), {}, 1, 1, {}, 0.0)
+        slow = replace(
+            chosen.priced.plan, stages=tuple([replace(s, update_s=0.125) for s in chosen.priced.plan.stages])
+        )
+        return Found((replace(chosen, choices=own, priced=replace(chosen.priced, plan=slow)),), {}, 1, 1, {}, 0.0)
 
     monkeypatch.setattr(search_plan, "search", unevenly)
     said = here(capsys, *TWO, "--finals", 0, "-o", tmp_path / "uneven.toml")
@@ -219,6 +222,7 @@ def test_the_plan_is_cut_where_the_one_that_was_chosen_is(
     assert uneven[0].segments != equal[0].segments
     assert len(uneven[0].segments) == 1
     assert uneven[0].parameter_bytes < equal[0].parameter_bytes
+    assert [stage.update_s for stage in uneven] == [0.125] * 2
 
 
 def test_other_rules_are_chosen_where_they_are_allowed_and_worth_it(

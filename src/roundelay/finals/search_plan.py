@@ -286,8 +286,10 @@ class SearchPlan:
         if self._machine.cluster is not None:
             own = replace(own, cluster=self._machine.cluster.as_in(chosen.priced.plan))
         made = plan_with_reasons(self._job, own, seed=self._seed, captured=self._captured, tell=self._show_wait)
-        profile = profiles.get(made.plan.transport)
-        return made if profile is None else replace(made, plan=with_costs(made.plan, profile))
+        profile, known = profiles.get(made.plan.transport), chosen.priced.plan.stages
+        updated = [replace(one, update_s=own.update_s) for one, own in zip(made.plan.stages, known, strict=True)]
+        plan = replace(made.plan, stages=tuple(updated))  # the job's own optimizer's seconds, not those of a stand-in
+        return replace(made, plan=plan if profile is None else with_costs(plan, profile))
 
 
 def busy_notices(facts: ModelFacts) -> tuple[str, ...]:
