@@ -39,7 +39,7 @@ def test_without_finals_the_predictions_decide_and_do_so_again(capsys: Screen, t
     said = here(capsys, *TWO, "--finals", 0, "--json", "-o", tmp_path / "plan.toml")
     assert said.code == 0, said.err
     found = said.json
-    assert set(found) == {"plan", "space", "gap", "seconds", "chosen", "top", "baselines", "finals"}
+    assert set(found) == {"plan", "space", "gap", "seconds", "chosen", "top", "baselines", "finals", "notices"}
     kept = Path(os.environ["ROUNDELAY_CACHE"]).rglob("*.toml")
     assert {MachineProfile.parse(file.read_text()).transport for file in kept} == {"memory", "shm"}
     assert set(found["seconds"]) == {"profile", "facts", "search", "finals", "plan"}
@@ -61,7 +61,7 @@ def test_the_fastest_of_those_that_were_run_is_taken(
     """One is made out to be much slower than it was."""
     slowed: list[Plan] = []
 
-    def measured(short: ShortRun, plan: Plan) -> float:
+    def measured(short: ShortRun, plan: Plan, *_: float) -> float:
         found = run(short, plan)
         slowed.extend([plan] if not slowed else [])
         return 1e3 * found if plan == slowed[0] else found

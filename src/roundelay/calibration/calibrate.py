@@ -147,7 +147,7 @@ def profile_of(sweep: Sweep, rows: Rows, costs: Mapping[str, float], hosts: int)
         workers=sweep.workers,
         threads=sweep.threads,
         **beside,
-        together={n: _rounded(curves["together", n, 1, 0](0) / curves["alone", n, 1, 0](0)) for n in BURSTS},
+        together={n: _rounded(max(1.0, curves["together", n, 1, 0](0) / curves["alone", n, 1, 0](0))) for n in BURSTS},
         links=tuple(links),
         operators=tuple(ops),
     )

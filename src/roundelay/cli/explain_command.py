@@ -90,8 +90,9 @@ def _priced_beside(name: str, plan: Plan, job_file: Path, why_not: str, *, quiet
             remedy="Name that job, or make a new plan of this one.",
         )
     with doing("Measuring the model's operations ...", quiet) as show_wait:
-        given = Choices(workers=plan.num_workers, precision=plan.precision)
         machine = replace(hardware_here(), cluster=Cluster.of(plan))
+        most = plan.num_workers if machine.cluster else max(plan.num_workers, machine.devices, min(2, machine.cores))
+        given = Choices(workers=most, precision=plan.precision)
         task = task_of(Examined(job, captured, 0, show_wait), given, machine, profiles_of(given, machine))
     with doing("Searching ...", quiet):
         yield name, tried(task, inherited(plan, Choices())).priced.plan

@@ -101,7 +101,8 @@ def _write_best(best: Tried | None, output: Path | None) -> None:
 
 def _reasons(searched: Searched) -> list[str]:
     found = searched.found
-    how = f"the fastest of {len(searched.finals)} that were run" if searched.finals else "by prediction"
+    count = sum(final.measured_s is not None for final in searched.finals)
+    how = f"the fastest of {count} that were run" if count else "by prediction"
     return [f"search: {shown(searched.chosen.choices)}, {how}; {found.simulated} of {found.points} plans simulated"]
 
 
@@ -110,8 +111,11 @@ def _show(searched: Searched) -> None:
     rows = [_row(final.name, final.tried, final) for final in searched.finals]
     rows = rows or [_row(f"best {i + 1}", one, None) for i, one in enumerate(found.best[:SHOWN])]
     others = "; all others are slower by their computation alone" if found.points > found.simulated else ""
-    title = f"{found.points} plans, {found.simulated} simulated{others}"
+    title = f"{found.points} plans, {found.simulated} simulated{others}; cut elsewhere at most {found.gap:.0%} faster"
     stderr.print(table(title, ["found as", "predicted ms", "measured ms", "plan"], rows))
+    for final in searched.finals:
+        if final.why:
+            stderr.print(f"{final.name} failed: {final.why}", markup=False)
 
 
 def _row(name: str, one: Tried, final: Final | None) -> list[str]:
@@ -135,6 +139,7 @@ def _json(searched: Searched, text: str) -> Mapping[str, Any]:
         "plan": text,
         "space": {"plans": found.points, "simulated": found.simulated, "refused": dict(found.refused)},
         "gap": found.gap,
+        "notices": list(searched.planned.notices),
         "seconds": dict(searched.seconds),
         "chosen": _tried_json(searched.chosen),
         "top": [_tried_json(one) for one in found.best],

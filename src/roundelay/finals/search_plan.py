@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Unpack, final
 
 from roundelay.calibration.calibrate import calibrate
 from roundelay.env import cache_folder
-from roundelay.errors import RoundelayError, UsageError
+from roundelay.errors import PlanError, RoundelayError, UsageError
 from roundelay.finals.short_run import ShortRun
 from roundelay.frontend import Captured
 from roundelay.ir.device_names import CPU
@@ -53,6 +54,9 @@ PROFILE_S = 3.0
 
 SLOWED, LEAST_S = 1.5, 0.02
 """More threads that take so many times as long as fewer, and so many seconds for a batch, had no cores of their own."""
+
+TIE = 1.05
+"""Finals that take up to so many times as long as the fastest are as good: a short run tells no better."""
 
 FAR = 3.0
 """A family whose best is predicted to take so many times as long as the best of all is not run."""
@@ -104,13 +108,21 @@ class Searched:
 
 @shows_choices
 def search_plan(
-    job: GivenJob, *, finals: int = FINALS, seed: int = 0, tell: Tell = lambda words: None, **choices: Unpack[Keywords]
+    job: GivenJob,
+    *,
+    finals: int | None = None,
+    allow: Mapping[str, float] | None = None,
+    seed: int = 0,
+    tell: Tell = lambda words: None,
+    **choices: Unpack[Keywords],
 ) -> Searched:
     """Search for the fastest plan of a job on this host, and run the best; as ``roundelay plan --search``.
 
     Args:
         job: the job.
-        finals: how many of the best are run, beside the best of each kind; 0 trusts the predictions.
+        finals: how many of the best are run, beside the best of each kind; 0 trusts the predictions. By default
+            :data:`FINALS`, and 0 for a cluster, whose workers are not here.
+        allow: rules that may be chosen beside the given one, and how many times as many batches each needs.
         seed: of the data.
         tell: called with what is done now, in words.
         choices: what the plan must have, as of :func:`roundelay.plan`; ``workers`` is how many there are in all.
@@ -123,11 +135,17 @@ def search_plan(
     """
     own = from_keywords(search_plan, choices)
     check_each(own)
-    if finals < 0:
-        raise UsageError("finals", got=str(finals), expected="0 or more", remedy="0 trusts the predictions.")
+    most = 0 if own.cluster is not None else math.inf
+    if finals is not None and not 0 <= finals <= most:
+        expected = "0 for a cluster, whose workers are not here" if own.cluster is not None else "0 or more"
+        raise UsageError("finals", got=str(finals), expected=expected, remedy="0 trusts the predictions.")
+    if wrong := [name for name, factor in (allow or {}).items() if not 0 < factor < math.inf]:
+        got = f"{wrong[0]}: {(allow or {})[wrong[0]]}"
+        raise UsageError("allow", got=got, expected="rules with numbers above 0", remedy="Correct it.")
     made = given_job(job, seed)
     captured = capture(made, seed=seed, deadline_s=own.deadline_s or DEADLINE_S)
-    searched = SearchPlan(made, captured, own, seed, tell).run(finals)
+    usual = FINALS if own.cluster is None else 0
+    searched = SearchPlan(made, captured, own, seed, tell, allowed=allow).run(usual if finals is None else finals)
     with_warnings(searched.planned, stacklevel=3)
     return searched
 
@@ -239,15 +257,17 @@ class SearchPlan:
             task = replace(task_of(examined, self._given, self._machine, profiles), needs=self._allowed)
         with self._phase("search", "Searching ..."):
             pins = [self._pins, *(replace(self._pins, rule=rule) for rule in self._allowed)]
-            points = [point for own in pins for point in space(own, task.facts, task.machine, task.workers)]
-            found = with_shifted_cuts(task, search(task, points, tell=self._progress), self._progress)
+            every = [point for own in pins for point in space(own, task.facts, task.machine, task.workers)]
+            found = search(task, [*dict.fromkeys(every)], tell=self._progress)
+            found = with_shifted_cuts(task, found, self._progress)
+            self.best = found.best[0]
             families = baselines(self._pins, task.machine, task.workers)
             known = {name: _maybe(task, one) for name, one in families.items()}
-        with self._phase("finals", "Running the best ..."):
+        with self._phase("finals", "Running the best ..." if finals else "Trusting the predictions ..."):
             run = self._run_finals(_finalists(found, finals))
-        chosen = self.best = next((final.tried for final in run if final.measured_s is not None), found.best[0])
+        winner = self.best = _winner(run) or found.best[0]
         with self._phase("plan", "Planning and measuring the stages ..."):
-            planned = self._planned(chosen, profiles)
+            chosen, planned = self._first_planned([winner, *(one for one in found.best if one != winner)], profiles)
             planned = replace(planned, notices=(*planned.notices, *busy_notices(task.facts)))
         return Searched(planned, chosen, found, known, tuple(run), self._seconds)
 
@@ -274,11 +294,22 @@ class SearchPlan:
                 self._tell(f"Running plan {i + 1} of {len(finalists)}, {name}, round {turn + 1} of {ROUNDS} ...")
                 try:
                     prove(one.priced.plan)
-                    measured[name] = min(measured.get(name, float("inf")), short.batch_s(one.priced.plan))
+                    took_s = short.batch_s(one.priced.plan, one.batch_s)
+                    measured[name] = min(measured.get(name, float("inf")), took_s)
                 except RoundelayError as error:
                     failed[name] = str(error)
         run = [Final(name, one, measured.get(name), failed.get(name, "")) for name, one in finalists]
         return sorted(run, key=lambda final: final.tried.batches * (final.measured_s or float("inf")))
+
+    def _first_planned(self, wanted: Sequence[Tried], profiles: Mapping[str, MachineProfile]) -> tuple[Tried, Planned]:
+        """The first that is planned: of one that holds more than was predicted the next is taken."""
+        for one in wanted[:-1]:
+            try:
+                return one, self._planned(one, profiles)
+            except PlanError:
+                if self._given.memory_limit is None and self._machine.cluster is None:
+                    raise
+        return wanted[-1], self._planned(wanted[-1], profiles)
 
     def _planned(self, chosen: Tried, profiles: Mapping[str, MachineProfile]) -> Planned:
         cuts = inherited(chosen.priced.plan, Choices()).cuts  # as they were run; elsewhere a mesh's boxings stand there
@@ -304,6 +335,13 @@ def busy_notices(facts: ModelFacts) -> tuple[str, ...]:
     remedy = "search again" if folder is None else f"delete {folder / 'profiles'} and search again"
     longer = f"{slowest} threads took {times[slowest] / times[fewest]:.2g} times as long as {fewest}"
     return (f"operations were measured while others used the cores, it seems: {longer}; {remedy} when they are idle",)
+
+
+def _winner(run: Sequence[Final]) -> Tried | None:
+    """The best by prediction of those that are as good as the fastest by measurement; None if none could be run."""
+    costs = {i: final.tried.batches * final.measured_s for i, final in enumerate(run) if final.measured_s is not None}
+    alike = [run[i].tried for i, cost in costs.items() if cost <= TIE * min(costs.values())]
+    return min(alike, key=lambda one: one.cost_s, default=None)
 
 
 def _maybe(task: Task, choices: Choices) -> Tried | None:

@@ -22,8 +22,8 @@ WARM = 3
 LEAST, MOST = 3, 200
 """Batches that count."""
 
-LIMIT_S = 30.0
-"""Seconds beyond those asked for, after which a run is given up."""
+LIMIT_S, SLOWER = 30.0, 3.0
+"""A run is given up so many seconds beyond those asked for, and so many times those predicted for its batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,19 @@ class ShortRun:
     seed: int
     seconds: float
 
-    def batch_s(self, plan: Plan) -> float:
+    def batch_s(self, plan: Plan, predicted_s: float = 0.0) -> float:
         """Median seconds of a batch.
+
+        Args:
+            plan: what is run.
+            predicted_s: seconds of a batch by prediction, so that long ones are waited for.
 
         Raises:
             RoundelayError: the run failed, or took too long.
         """
         if set(plan.devices) == {CPU}:
-            return float(isolated(lambda: self._here(plan), "a short run", limit_s=self.seconds + LIMIT_S, quiet=True))
+            limit_s = self.seconds + LIMIT_S + SLOWER * (WARM + LEAST) * predicted_s
+            return float(isolated(lambda: self._here(plan), "a short run", limit_s=limit_s, quiet=True))
         return self._here(plan)  # a process that uses a GPU cannot fork another that does
 
     def _here(self, plan: Plan) -> float:

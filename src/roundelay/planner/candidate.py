@@ -101,7 +101,8 @@ def asked_of(graph: Graph, choices: Choices, machine: Hardware) -> Asked:
         PlanError: there is no such layout, or operation to cut at.
     """
     usual = Choices(rule=default_rule(PIPELINE if choices.layout is None else choices.layout), cuts=MEASURED)
-    whole = choices.over(usual)
+    nodes = machine.cluster is not None and machine.cluster.most_on_a_node < len(machine.cluster.workers)
+    whole = choices.over(replace(usual, transport="gloo" if nodes else None))
     return Asked(in_layout(whole), whole, cut_by_names(graph, MEASURED if whole.cuts is None else whole.cuts), machine)
 
 

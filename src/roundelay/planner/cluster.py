@@ -125,6 +125,8 @@ class Cluster:
             raise _refused(where, "an axis and a worker" if found.mesh else "no axis and no worker")
         if found.links if found.mesh else found.flops_per_s:
             raise _refused(where, "links beside mesh" if found.mesh else "flops_per_s beside workers")
+        if found.links and len({own.node for own in found.workers}) < 2:
+            raise _refused(where, "links between nodes, and workers of one node alone")
         every = enumerate([own for own in found.workers for _ in range(own.count)])
         limits = {m: math.inf if m is None else parse_bytes(m, where) for m in [own.memory for own in found.workers]}
         workers = [ClusterWorker(f"w{k}", k, own.speed, limits[own.memory], own.node) for k, own in every]

@@ -11,7 +11,7 @@ from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan, StagePlan
 from roundelay.ir.stage import StageSpec
 from roundelay.lower.laid_graph import LaidGraph
-from roundelay.lower.reading import Reading
+from roundelay.lower.reading import Reading, read
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import asked_of, candidate, drafted, laid_by
 from roundelay.planner.check_given import check_given
@@ -104,8 +104,11 @@ def _check_devices(plan: Plan, measured: str) -> None:
 
 
 def batch_s(plan: Plan) -> float:
-    """Seconds of a batch, by the simulator."""
-    return makespan_s(plan, stream([plan.micro_batches] * BATCHES)) / BATCHES
+    """Seconds of a batch, by the simulator; of a rule that does not drain, once the pipeline is full."""
+    whole_s = makespan_s(plan, stream([plan.micro_batches] * BATCHES))
+    if read(plan).schedule.window == "batch":
+        return whole_s / BATCHES
+    return (makespan_s(plan, stream([plan.micro_batches] * 2 * BATCHES)) - whole_s) / BATCHES
 
 
 class _Seconds:

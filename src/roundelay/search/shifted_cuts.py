@@ -41,9 +41,11 @@ def with_shifted_cuts(task: Task, found: Found, tell: Tell = lambda *_: None) ->
     pipelines = [one for one in (*found.best, *found.families.values()) if one.cost_s < near_s and _cuts(one)]
     better = {}
     for one in pipelines[:SHIFTED]:
-        tell(found.simulated, found.points, one)
+        tell(found.simulated, found.points, found.best[0])
         better[one.choices] = _shifted(task, one)
-    every = sorted([better.get(one.choices, one) for one in found.best], key=lambda one: one.cost_s)
+    known = dict.fromkeys([one.choices for one in found.best]) | better
+    own = {one.choices: one for one in found.best}
+    every = sorted([better.get(choices) or own[choices] for choices in known], key=lambda one: one.cost_s)
     families = {name: better.get(one.choices, one) for name, one in found.families.items()}
     families |= {family(one.choices): one for one in reversed(every)}
     fastest = dict(sorted(families.items(), key=lambda pair: pair[1].cost_s))

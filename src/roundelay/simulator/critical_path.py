@@ -123,11 +123,12 @@ class _Chain:
     def back(self) -> Iterator[Piece]:
         """The pieces, the last first."""
         own: Span | None = self._last
+        limit_s = self._last.end_s
         while own is not None:
-            if own.end_s > own.start_s:
-                yield Piece(self._term(own), own.worker, own.stage, own.start_s, own.end_s)
+            if (end_s := min(own.end_s, limit_s)) > own.start_s:
+                yield Piece(self._term(own), own.worker, own.stage, own.start_s, end_s)
             cause, term = self._cause(own)
-            end_s = 0.0 if cause is None else cause.end_s
+            end_s, limit_s = 0.0 if cause is None else cause.end_s, own.start_s
             if own.start_s - end_s > SLACK_S:
                 yield Piece(term, own.worker, own.stage, end_s, own.start_s)
             own = cause
