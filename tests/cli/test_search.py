@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import roundelay
+from roundelay.errors import UsageError
 from roundelay.finals import search_plan
 from roundelay.finals.short_run import ShortRun
 from roundelay.ir.plan import Plan
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.plan_options import Choices
+from roundelay.planner.price import batch_s
 from roundelay.search.search import Found, Task, tried
 from tests.cli.harness import MLP, here
 from tests.planner.profiles import calibrated
@@ -100,7 +103,28 @@ def test_what_was_found_before_ctrl_c_is_written(
     told = [line for line in said.err.splitlines() if line.endswith("...")]  # in a log a line for each thing
     assert len(told) == len(set(told)) > 3
     assert sum(line.startswith("Searching") for line in told) == 1
-    assert Plan.parse((tmp_path / "plan.toml").read_text()).num_workers <= 2
+    written = batch_s(Plan.parse((tmp_path / "plan.toml").read_text()))
+    top = here(capsys, *TWO, "--finals", 0, "--json").json["top"]
+    assert written <= 1.2 * top[0]["predicted_s"]  # some of the facts are measured anew
+
+
+def test_of_finals_that_are_as_fast_the_one_predicted_to_be_is_taken() -> None:
+    def final(predicted_s: float, measured_s: float | None, batches: float = 1.0) -> search_plan.Final:
+        plan: Any = SimpleNamespace(batches=batches, cost_s=batches * predicted_s)
+        return search_plan.Final("", plan, measured_s)
+
+    three = [final(2.0, 1.00), final(1.0, 1.04), final(0.5, 1.06), final(0.1, None)]
+    assert search_plan._winner(three) is three[1].tried
+    assert search_plan._winner([final(2.0, 1.0, batches=2.0), three[0]]) is three[0].tried
+    assert search_plan._winner([final(0.1, None)]) is None
+
+
+def test_finals_of_workers_that_are_not_here_are_refused_in_python_too(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text("[[workers]]\n[[workers]]\nspeed = 0.5\n")
+    with pytest.raises(UsageError, match="whose workers are not here"):
+        roundelay.search_plan(MLP, finals=2, cluster=str(tmp_path / "two.toml"))
+    with pytest.raises(UsageError, match="numbers above 0"):
+        roundelay.search_plan(MLP, finals=0, allow={"pipedream": 0.0})
 
 
 @pytest.mark.parametrize(

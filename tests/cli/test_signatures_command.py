@@ -96,3 +96,11 @@ def test_a_cluster_file_that_makes_no_sense_is_refused(capsys: Screen, cluster: 
 )
 def test_options_that_do_not_go_together_are_refused(capsys: Screen, options: tuple[str, ...]) -> None:
     assert here(capsys, "plan", MLP, *options).code == 2
+
+
+def test_choices_of_plans_that_run_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mesh = tmp_path / "mesh.toml"
+    mesh.write_text("[mesh]\na = { size = 2, latency_s = 1e-6, bytes_per_s = 1e9 }\n")
+    said = here(capsys, "plan", MLP, "--search", "--space", "all", "--cluster", mesh, "--zero", 3, "--workers", 4)
+    assert said.code == 2
+    assert "--workers with --space all" in said.told

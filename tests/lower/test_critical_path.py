@@ -105,3 +105,15 @@ def test_terms_of_a_batch_leave_out_the_first_batches() -> None:
     spans = [span("forward", g, g * 10.0, g * 10.0 + (9.0 if g < 3 else 2.0)) for g in range(9)]
     assert batch_terms(spans, programs) == pytest.approx({COMPUTE: 2.0, OTHER: (82.0 - 29.0) / 6 - 2.0})
     assert batch_terms(spans[:5], programs)[COMPUTE] == pytest.approx((3 * 9.0 + 2 * 2.0) / 5)
+
+
+def test_pieces_of_a_real_run_do_not_overlap() -> None:
+    """Another worker's clock, or a span that ends while what it made is read."""
+    programs = emit(read(plan_of("1f1b", 2, 1)))
+    down = next(c.id for program in programs for c in program.channels if c.kind == "gradient")
+    spans = [
+        span("backward", 0, 0.0, 1.0, worker=1, gives=(down,)),
+        span("backward", 0, 0.99995, 2.0, takes=(down,)),
+    ]
+    path = critical_path(spans, programs, real=True)
+    assert sum(terms(path).values()) == pytest.approx(2.0, abs=1e-9)

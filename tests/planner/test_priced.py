@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.job import Job
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
-from roundelay.planner.price import priced
+from roundelay.planner.price import batch_s, priced
 from roundelay.planner.source import Hardware
 from roundelay.planning import collect_facts as collect_facts_module
 from roundelay.planning.collect_facts import collect_facts
@@ -33,7 +33,7 @@ sys.modules["torch"] = None
 from pathlib import Path
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.model_facts import ModelFacts
-from roundelay.planner.price import priced
+from roundelay.planner.price import batch_s, priced
 from roundelay.planner.source import Hardware
 for line in sys.stdin:
     facts, choices, machine = json.loads(line)
@@ -292,3 +292,16 @@ def test_adding_up_gradients_takes_its_share_of_every_micro_batch_but_the_first(
         for number in (1, 2, 4):
             own = [backward_s(with_sums(seconds), number, rule, workers) for seconds in (0.0, 0.25)]
             assert own[1] - own[0] == pytest.approx(0.25 * count * (number - 1) / number, rel=1e-3), (rule, number)
+
+
+def test_a_rule_that_does_not_drain_costs_its_slowest_stage_once_the_pipeline_is_full() -> None:
+    facts = facts_of(Perceptron, "fp32")
+    free = {"latency_s": 0.0, "bytes_per_s": 1e18}
+    plan = priced(facts, Choices(rule="pipedream", workers=4), Hardware(4, 4)).plan
+    stages = [replace(one, forward_s=1.0, backward_s=2.0, update_s=0.0) for one in plan.stages]
+    even = replace(plan, stages=tuple(stages), read_s=0.0, **free)  # type: ignore[arg-type]
+    assert batch_s(even) == pytest.approx(3.0, rel=1e-3)
+    other = priced(facts, Choices(rule="1f1b", workers=4, micro_batches=1), Hardware(4, 4)).plan
+    timed = [replace(one, forward_s=1.0, backward_s=2.0, update_s=0.0) for one in other.stages]
+    drained = replace(other, stages=tuple(timed), read_s=0.0, **free)  # type: ignore[arg-type]
+    assert batch_s(drained) == pytest.approx(12.0, rel=1e-3)

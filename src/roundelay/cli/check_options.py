@@ -15,6 +15,9 @@ from roundelay.ir.rule import rule_named, rules
 from roundelay.planner.check_given import check_each, check_given, check_length, validate_check
 from roundelay.planner.plan_options import Choices
 
+OF_SIGNATURES = {"cluster", "micro_batches", "precision", "memory_limit", "deadline_s"}
+"""Choices that count in a search over signatures."""
+
 
 def check_choices(job_file: Path, choices: Choices, *, planned: bool = False) -> None:
     """Check the choices for a plan.
@@ -97,6 +100,13 @@ def check_space(space: str | None, choices: Choices, output: Path | None, *, sea
             got="both",
             expected="one of them: the workers of a cluster are not here to be run on",
             remedy="Leave --finals out: predictions decide.",
+        )
+    if space == "all" and (others := sorted(choices.names() - OF_SIGNATURES)):
+        raise UsageError(
+            f"--{others[0].replace('_', '-')} with --space all",
+            got="both",
+            expected="--cluster, --micro-batches, --precision, --memory-limit and --deadline-s alone",
+            remedy="Leave it out: signatures of every operation are searched, not plans that run.",
         )
     if space == "all" and (finals or output is not None):
         raise UsageError(
