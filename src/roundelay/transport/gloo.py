@@ -17,25 +17,23 @@ bytes in transit. An END with a reason is an abort. A connection that breaks bef
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
 
-from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.checked_endpoint import CheckedEndpoint
-from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message
+from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message, no_room
+from roundelay.transport.rendezvous_file import rendezvous_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -154,7 +152,7 @@ class GlooEndpoint(CheckedEndpoint):
                 self._handle(link, posted.frame, group)
                 frames.append(_Posted(group, link.worker, posted.frame))
         except MemoryError as fault:
-            self._fault = _no_room(self.worker, link.worker, fault)
+            self._fault = no_room(self.worker, link.worker, fault)
             self._lose(link, fault)
         except (RuntimeError, InternalError) as fault:
             self._lose(link, fault)
@@ -238,22 +236,8 @@ def forked_over_gloo(
     num_workers: int, deadline_s: float, shared: Mapping[int, int] | None = None
 ) -> Generator[ForkedLinks, None, None]:
     """Connect processes of one host that are forked while the context is open; they share no memory."""
-    with _rendezvous_file() as path:
+    with rendezvous_file() as path:
         yield ForkedLinks(lambda worker: GlooEndpoint(worker, num_workers, path, deadline_s), lambda: None)
-
-
-@contextmanager
-def _rendezvous_file() -> Generator[str, None, None]:
-    """Path of an empty file for the rendezvous, in memory if possible, so that nothing can be left over."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        descriptor = os.memfd_create("roundelay")
-        try:
-            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
-            yield str(Path(folder) / "store")
 
 
 class _Group(Protocol):
@@ -321,15 +305,6 @@ def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Me
     for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
         work.wait(FOREVER)
     return message
-
-
-def _no_room(worker: int, source: int, fault: MemoryError) -> UserCodeError:
-    return UserCodeError(
-        f"worker {worker}",
-        got=f"out of memory for a message from worker {source} {fault}",
-        expected="memory for what the others send",
-        remedy="Use smaller micro-batches, more workers, or a host with more memory for this one.",
-    )
 
 
 def _as_tensor(buffer: bytearray | memoryview) -> torch.Tensor:

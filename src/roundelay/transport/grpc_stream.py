@@ -1,0 +1,511 @@
+"""The `grpc` transport: workers are processes that prove who they are; messages travel over gRPC with mutual TLS.
+
+Two workers share one stream in both directions, on which the lower number serves. It carries the frames of
+:mod:`roundelay.transport.wire_format` in the pieces of :mod:`roundelay.transport.envelope`. Each side shows a certificate
+of the run's authority, and must be the worker that its HELLO names; whatever else connects is refused.
+
+gRPC is imported in the worker's own process: a process that has used it must not fork. An event loop in a thread of its
+own reads and writes all streams; `send` adds to a queue, and wakes the loop only if the stream's writer is idle.
+
+A link ends by the handshake of :mod:`roundelay.transport.gloo`: END, answered by END and ACK. A stream that breaks
+before END means that the worker is lost; pings notice a silent one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import TimeoutError as LateError
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, final
+
+import torch
+
+from roundelay import env
+from roundelay.errors import DeadlineError, InternalError, RefusedError, RoundelayError, WorkerLostError
+from roundelay.optional_packages import check_installed, optional
+from roundelay.transport import envelope as envelopes
+from roundelay.transport import wire_format as wire
+from roundelay.transport.checked_endpoint import CheckedEndpoint
+from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message, no_room
+from roundelay.transport.envelope import PIECE_BYTES, Position, refusal
+from roundelay.transport.rendezvous_file import rendezvous_file
+from roundelay.trust.authority import Credentials, new_authority
+
+ABORT_GRACE_S = 1.0
+"""Seconds that the other workers have to receive an abort before their streams are cut."""
+
+FLUSH_S = 0.2
+"""Seconds to wait for a short frame to leave to a worker whose answer nobody receives."""
+
+HELLO_S = 5.0
+"""Seconds that whoever connects has to say who it is."""
+
+VALID = timedelta(days=1)
+"""How long a run's certificates can open streams; open ones stay."""
+
+PACKAGES = ("grpc", "cryptography")
+"""Modules that must be installed."""
+
+OPTIONS = {
+    "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
+    "grpc.max_send_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
+    "grpc.keepalive_time_ms": 1000,
+    "grpc.keepalive_timeout_ms": 1500,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
+    "grpc.server_handshake_timeout_ms": 1000 * int(HELLO_S),
+    "grpc.so_reuseport": 0,
+    "grpc.enable_http_proxy": 0,
+}
+_QUIET = ("GRPC_VERBOSITY", "NONE")
+_HOST = "127.0.0.1"
+_SERVICE, _METHOD = "roundelay", "Link"
+_PORT_BYTES = 4
+_POLL_S = 0.005
+
+_Read = Callable[[], Awaitable[Any]]
+_Write = Callable[[bytes], Awaitable[None]]
+
+
+def name_of(worker: int) -> str:
+    """The name in a worker's certificate."""
+    return f"worker-{worker}"
+
+
+def check_packages() -> None:
+    """Check that this transport's packages are installed; none is imported.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    check_installed(PACKAGES, "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
+
+
+@final
+class GrpcEndpoint(CheckedEndpoint):
+    """One process's endpoint. Its constructor returns when all `num_workers` have connected.
+
+    Args:
+        worker: this worker's number.
+        num_workers: how many there are.
+        credentials: by which this worker, called `name_of` it, and the others prove who they are.
+        rendezvous: path of a file of this host, empty at first, where those that serve write their ports.
+        deadline_s: seconds that connecting, and later `close`, may take.
+        generation: of the run; what is of another is refused.
+
+    Raises:
+        DeadlineError: not all workers came in time.
+        WorkerLostError: one refused this worker, or is not whom it must be.
+    """
+
+    refused: Counter[str]
+    """How often something was refused, by reason (`roundelay.transport.envelope.REASONS`)."""
+
+    def __init__(
+        self,
+        worker: int,
+        num_workers: int,
+        credentials: Credentials,
+        rendezvous: str,
+        deadline_s: float,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(worker, range(num_workers))
+        self._credentials, self._rendezvous = credentials, rendezvous
+        self._deadline_s, self._generation = deadline_s, generation
+        self._fault: RoundelayError | None = None  # what failed in this process when it received a message
+        self.refused = Counter()
+        self._links = {other: _Link(other) for other in self._others}
+        self._closing: list[Callable[[], Awaitable[None]]] = []
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread.start()
+        self._connect(num_workers)
+
+    def _connect(self, num_workers: int) -> None:
+        opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
+        try:
+            opening.result(self._deadline_s)
+        except LateError:
+            opening.cancel()
+            self._stop()
+            raise DeadlineError(
+                f"worker {self.worker} connecting to the others",
+                got=f"none of workers {[k for k, link in self._links.items() if not link.opened.is_set()]}",
+                expected=f"{num_workers} workers within {self._deadline_s:g} s",
+                remedy="Check which worker did not start.",
+            ) from None
+        except BaseException:
+            self._stop()
+            raise
+
+    def cause(self, error: RoundelayError) -> RoundelayError:
+        """The failure to receive a message in this process, if any: the loss of the sender follows from it."""
+        return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
+
+    # --- the worker's threads
+
+    def _send(self, to: int, message: Message) -> None:
+        frame, apart = wire.encode(message)
+        self._post(self._links[to], frame, apart)
+
+    def _grant(self, to: int, channel: int) -> None:
+        self._post(self._links[to], wire.grant_frame(channel))
+
+    def _close(self) -> None:
+        late = self._leave("", self._deadline_s)
+        if late:
+            raise DeadlineError(
+                f"worker {self.worker} closing",
+                got=f"no answer from workers {late} for {self._deadline_s:g} s",
+                expected="each to take what was sent",
+                remedy="Check whether they still run, or allow more time.",
+            )
+
+    def _abort(self, reason: str) -> None:
+        self._leave(reason or "no reason given", ABORT_GRACE_S)
+
+    def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
+        """Queue a frame and the tensors that follow it; dropped once the link's END is queued or the link is broken."""
+        with link.lock:
+            if link.sealed:
+                return
+            link.sealed = last
+            self._queue(link, (frame, apart))
+
+    def _queue(self, link: _Link, item: _Item | None) -> None:
+        link.queue.append(item)  # before reading the flag: the writer sets the flag, then looks into the queue
+        if link.idle:
+            link.idle = False
+            self._loop.call_soon_threadsafe(link.wake.set)
+
+    def _leave(self, reason: str, grace_s: float) -> list[int]:
+        """End every link, then the loop; return the workers that did not answer within `grace_s` seconds."""
+        deadline = time.monotonic() + grace_s
+        for link in self._links.values():
+            self._post(link, wire.end_frame(reason), last=True)
+        late = [k for k, link in self._links.items() if not link.done.wait(max(0.0, deadline - time.monotonic()))]
+        if self._fault is not None:  # nobody reads the answer of the worker whose message did not fit
+            time.sleep(FLUSH_S)
+        self._stop()
+        return late
+
+    def _stop(self) -> None:
+        with suppress(LateError):
+            asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result(ABORT_GRACE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(ABORT_GRACE_S)
+
+    # --- the loop's thread
+
+    async def _open(self) -> None:
+        """Serve the workers with higher numbers, and call those with lower ones."""
+        grpc = _grpc()
+        if any(other > self.worker for other in self._links):
+            await self._listen(grpc)
+        await asyncio.gather(*[self._call(grpc, link) for k, link in self._links.items() if k < self.worker])
+        for link in self._links.values():
+            await link.opened.wait()
+
+    async def _listen(self, grpc: Any) -> None:
+        own = self._credentials
+        pair = [(own.key, own.certificate)]
+        server = grpc.aio.server(options=[*OPTIONS.items()])
+        methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
+        proving = grpc.ssl_server_credentials(pair, root_certificates=own.authority, require_client_auth=True)
+        port = server.add_secure_port(f"{_HOST}:0", proving)
+        self._closing.append(lambda: server.stop(None))
+        await server.start()
+        _write_port(self._rendezvous, self.worker, port)
+
+    async def _serve(self, _: object, context: Any) -> None:
+        """Carry what a worker sends that has called, once it is known to be the one that it says."""
+        try:
+            first = await asyncio.wait_for(context.read(), HELLO_S)
+            link = self._admit(first, context.auth_context().get("x509_subject_alternative_name", ()))
+        except (TimeoutError, RefusedError) as error:
+            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, self._count(error))
+        await context.write(self._hello())
+        link.opened.set()
+        reason = await self._carry(link, context.read, context.write)
+        if reason:
+            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, reason)
+
+    def _admit(self, piece: Any, names: Sequence[bytes]) -> _Link:
+        """The link that a HELLO opens, by a worker whose certificate has these names."""
+        position, claimed = self._read_hello(piece)
+        link = self._links.get(claimed)
+        if link is None or claimed < self.worker or name_of(claimed).encode() not in names:
+            raise refusal(envelopes.MISNAMED)
+        if link.position is not None:
+            raise refusal(envelopes.TAKEN)
+        link.position = position
+        return link
+
+    def _hello(self) -> bytes:
+        return envelopes.seal(envelopes.HELLO, self._generation, 0, [self.worker.to_bytes(4, "little")])
+
+    def _read_hello(self, piece: Any) -> tuple[Position, int]:
+        head, body = envelopes.unseal(piece if isinstance(piece, bytes) else b"")
+        return envelopes.follow(Position(self._generation), head), int.from_bytes(body, "little")
+
+    async def _call(self, grpc: Any, link: _Link) -> None:
+        """Open the stream to a worker that serves, and leave a task that carries what it sends."""
+        own, port = self._credentials, await _port_of(self._rendezvous, link.worker)
+        proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+        options = OPTIONS | {"grpc.ssl_target_name_override": name_of(link.worker)}
+        channel = grpc.aio.secure_channel(f"{_HOST}:{port}", proving, options=[*options.items()])
+        self._closing.append(channel.close)
+        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
+        try:
+            await call.write(self._hello())
+            link.position, claimed = self._read_hello(await call.read())
+            if claimed != link.worker:
+                raise refusal(envelopes.MISNAMED)
+        except (grpc.RpcError, asyncio.InvalidStateError, RefusedError) as error:
+            raise _not_let_in(self.worker, link.worker, await _told(call, error)) from error
+        link.opened.set()
+        task = self._loop.create_task(self._carry_call(link, call))
+        self._carrying.add(task)
+
+    async def _carry_call(self, link: _Link, call: Any) -> None:
+        if await self._carry(link, call.read, call.write, call):
+            call.cancel()
+
+    async def _carry(self, link: _Link, read: _Read, write: _Write, call: Any = None) -> str | None:
+        """Read and write a stream until its handshake is complete or it breaks; return why it was refused, if so."""
+        writer = self._loop.create_task(self._write(link, write))
+        try:
+            while not (link.ended and link.acknowledged):
+                self._accept(link, await read())
+            self._queue(link, None)
+            await writer
+            if call is not None:
+                await call.done_writing()
+                await asyncio.wait_for(call.code(), ABORT_GRACE_S)
+        except MemoryError as fault:
+            self._fault = no_room(self.worker, link.worker, fault)
+            self._lose(link, str(fault))
+            await writer  # END can still be sent
+        except (RefusedError, InternalError) as fault:
+            self._lose(link, f"it sent bytes that are no message ({fault.got})")
+            return self._count(fault)
+        except asyncio.CancelledError:
+            self._lose(link, "its connection broke")
+            raise
+        except Exception as fault:
+            self._lose(link, "its connection broke: " + (await _told(call, fault)))
+        finally:
+            link.done.set()
+            writer.cancel()
+        return None
+
+    def _accept(self, link: _Link, piece: Any) -> None:
+        """Check a piece; handle the message that it completes."""
+        if not isinstance(piece, bytes):
+            raise ConnectionError("the stream ended")
+        head, body = envelopes.unseal(piece)
+        assert link.position is not None
+        link.position = envelopes.follow(link.position, head)
+        link.pieces.append(body)
+        if not link.position.left:
+            received, link.pieces = _Received(link.pieces), deque()
+            self._handle(link, received)
+
+    def _handle(self, link: _Link, received: _Received) -> None:
+        head = wire.head_of(bytes(received.take(wire.HEAD_BYTES)))
+        if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
+            self.deliver(Arrived(link.worker, _message(head, received)))
+        elif head.kind == wire.GRANT:
+            self.deliver(Granted(link.worker, head.number))
+        elif head.kind == wire.ACK:
+            link.acknowledged = True
+        elif head.kind != wire.END:
+            raise wire.unexpected(head)
+        else:
+            link.ended = True
+            if head.length:
+                self.deliver(Lost(link.worker, bytes(received.take(head.length)).decode(errors="replace")))
+            self._post(link, wire.end_frame(""), last=True)  # unless it was sent before
+            self._queue(link, (wire.ack_frame(), ()))
+
+    async def _write(self, link: _Link, write: _Write) -> None:
+        """Write what is queued, until None comes."""
+        while True:
+            while link.queue:
+                item = link.queue.popleft()
+                if item is None:
+                    return
+                await self._write_message(link, write, *item)
+            link.wake.clear()
+            link.idle = True
+            if not link.queue:
+                await link.wake.wait()
+            link.idle = False
+
+    async def _write_message(self, link: _Link, write: _Write, frame: bytearray, apart: Sequence[torch.Tensor]) -> None:
+        pieces = envelopes.cut([memoryview(frame), *map(_bytes_of, apart)])
+        for i, parts in enumerate(pieces):
+            kind = envelopes.MORE if i else envelopes.FIRST if len(pieces) > 1 else envelopes.WHOLE
+            link.written += 1
+            await write(envelopes.seal(kind, self._generation, link.written, parts, len(pieces)))
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        """Mark the stream as broken, and report the worker as lost unless its END has come."""
+        with link.lock:
+            link.sealed = link.sealed or self._fault is None  # else END can still be sent
+        link.done.set()
+        if not link.ended and self._ended is None:
+            self.deliver(Lost(link.worker, reason))
+
+    def _count(self, error: Exception) -> str:
+        reason = error.got if isinstance(error, RefusedError) else envelopes.TRUNCATED
+        self.refused[reason] += 1
+        return reason
+
+    async def _cut(self) -> None:
+        for close in self._closing:
+            await close()
+        for task in self._carrying:
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+
+
+@contextmanager
+def forked_over_grpc(
+    num_workers: int, deadline_s: float, shared: Mapping[int, int] | None = None
+) -> Generator[ForkedLinks, None, None]:
+    """Connect processes of one host that are forked while the context is open; they share no memory.
+
+    Raises:
+        UsageError: a package is not installed.
+    """
+    check_packages()
+    authority = new_authority("roundelay", datetime.now(UTC), VALID)
+    own = [authority.issue(name_of(k)) for k in range(num_workers)]
+    with rendezvous_file() as path:
+        yield ForkedLinks(lambda k: GrpcEndpoint(k, num_workers, own[k], path, deadline_s), lambda: None)
+
+
+_Item = tuple[bytearray, Sequence[torch.Tensor]]
+"""A frame, and the tensors that follow it."""
+
+
+class _Link:
+    """The state of the stream to one other worker."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.lock = threading.Lock()  # END is the last to be queued
+        self.queue: deque[_Item | None] = deque()
+        self.idle = False  # the writer waits to be woken
+        self.wake, self.opened = asyncio.Event(), asyncio.Event()
+        self.written = 0  # number of the last piece
+        self.position: Position | None = None  # what must come next, once HELLO has come
+        self.pieces: deque[memoryview] = deque()  # of a message that is not yet whole
+        self.sealed = False  # nothing more may be queued
+        self.ended = False  # the other's END has come
+        self.acknowledged = False  # the other has received everything up to our END
+        self.done = threading.Event()  # the handshake is complete, or the stream broken
+
+
+class _Received:
+    """The bytes of a message, in the pieces in which they came."""
+
+    def __init__(self, pieces: deque[memoryview]) -> None:
+        self._pieces = pieces
+        self.left = sum(map(len, pieces))
+
+    def take(self, count: int) -> memoryview:
+        """The next `count` bytes; copied only if they lie in several pieces."""
+        self._check(count)
+        if self._pieces and count <= len(self._pieces[0]):
+            self.left -= count
+            taken, self._pieces[0] = self._pieces[0][:count], self._pieces[0][count:]
+            return taken
+        into = memoryview(bytearray(count))
+        self.fill(into)
+        return into
+
+    def fill(self, into: memoryview) -> None:
+        """Copy as many bytes as `into` has."""
+        self._check(len(into))
+        self.left -= len(into)
+        while into:
+            piece = self._pieces.popleft()
+            count = min(len(piece), len(into))
+            into[:count] = piece[:count]
+            into = into[count:]
+            if count < len(piece):
+                self._pieces.appendleft(piece[count:])
+
+    def _check(self, count: int) -> None:
+        if count > self.left:
+            raise refusal(envelopes.TRUNCATED)
+
+
+def _message(head: wire.Head, received: _Received) -> Message:
+    """Return a message; memory is allocated for what has come, not for what is announced."""
+    body = received.take(head.length)
+    if wire.apart_bytes(head, body) != received.left:
+        raise refusal(envelopes.TRUNCATED)
+    try:
+        message, apart = wire.decode(head, body)
+    except RuntimeError as fault:  # torch's allocator is out of memory
+        raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
+    for tensor in apart:
+        received.fill(_bytes_of(tensor))
+    return message
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_port(path: str, worker: int, port: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.pwrite(descriptor, port.to_bytes(_PORT_BYTES, "little"), _PORT_BYTES * worker)
+    finally:
+        os.close(descriptor)
+
+
+async def _port_of(path: str, worker: int) -> int:
+    """Wait until a worker has written its port."""
+    while True:
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            file.seek(_PORT_BYTES * worker)
+            port = int.from_bytes(file.read(_PORT_BYTES), "little")
+            if port:
+                return port
+        await asyncio.sleep(_POLL_S)
+
+
+def _grpc() -> Any:
+    env.set_default(*_QUIET)
+    optional("grpc.aio", "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
+    return optional("grpc", "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
+
+
+async def _told(call: Any, error: Exception) -> str:
+    """What the other side has said, or the error."""
+    details = await call.details() if call is not None and call.done() else None
+    return str(details or (error.got if isinstance(error, RoundelayError) else f"{type(error).__name__}: {error}"))
+
+
+def _not_let_in(worker: int, other: int, told: str) -> WorkerLostError:
+    return WorkerLostError(
+        f"worker {worker} connecting to worker {other}",
+        got=told,
+        expected="a worker of the same run, which lets it in",
+        remedy="Check that both have certificates of the run's authority, valid now, and the same version of Roundelay.",
+    )
