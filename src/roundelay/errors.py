@@ -15,7 +15,6 @@
     │   ├── DeviceError       a device without enough memory, or one that has failed
     │   ├── NondeterministicError  an operation that has no deterministic form
     │   ├── WorkerLostError   a worker ended or stopped answering
-    │   ├── RefusedError      something that came over a network
     │   └── DeadlineError     a wait that outlasted its deadline
     └── InternalError         a law of the house was broken: a bug of ours
 
@@ -103,10 +102,6 @@ class WorkerLostError(RunError):
 
 class DeadlineError(RunError):
     """A wait outlasted its deadline."""
-
-
-class RefusedError(RunError):
-    """Something that another worker sent over a network is refused; ``got`` is the reason."""
 
 
 class InternalError(RoundelayError):

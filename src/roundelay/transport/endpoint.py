@@ -20,7 +20,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError
 
 Value = torch.Tensor | int | float | None
 """What a message carries. A tensor is dense, contiguous, detached, and on a device type that the transport carries."""
@@ -217,16 +217,6 @@ def nothing_came(worker: int, timeout_s: float) -> DeadlineError:
         got=f"nothing for {timeout_s:g} s",
         expected="a delivery",
         remedy="Check what the other workers wait for, or allow more time.",
-    )
-
-
-def no_room(worker: int, source: int, fault: MemoryError) -> UserCodeError:
-    """The error of a worker that has no memory for a message; `fault` says what failed, in parentheses."""
-    return UserCodeError(
-        f"worker {worker}",
-        got=f"out of memory for a message from worker {source} {fault}",
-        expected="memory for what the others send",
-        remedy="Use smaller micro-batches, more workers, or a host with more memory for this one.",
     )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 from zlib import crc32
 
-from roundelay.errors import RefusedError
 from roundelay.transport.endpoint import MAX_MESSAGE_BYTES
+from roundelay.transport.wire_layout import unreadable
 
 MAGIC = b"Ro"
 PIECE_BYTES = 2**20
@@ -84,16 +84,6 @@ class Position(NamedTuple):
     total: int = 0
 
 
-def refusal(reason: str) -> RefusedError:
-    """The error for what is refused, for one of `REASONS`."""
-    return RefusedError(
-        "bytes from another worker",
-        got=reason,
-        expected="the next piece of its stream, of this run and version",
-        remedy="Run the same version of Roundelay on every worker, and let nothing else connect to them.",
-    )
-
-
 def seal(kind: int, generation: int, sequence: int, parts: Sequence[memoryview | bytes], total: int = 1) -> bytes:
     """Return a piece: the header, and `parts` together, at most `PIECE_BYTES`."""
     length = sum(map(len, parts))
@@ -108,23 +98,23 @@ def unseal(piece: bytes) -> tuple[Envelope, memoryview]:
     """Return header and body (not copied) of a piece.
 
     Raises:
-        RefusedError: it is not what `seal` returns.
+        InternalError: it is not what `seal` returns.
     """
     if len(piece) < HEADER_BYTES:
-        raise refusal(TRUNCATED)
+        raise unreadable(TRUNCATED)
     magic, *fields, checksum = _HEADER.unpack_from(piece)
     envelope = Envelope._make(fields)
     body = memoryview(piece)[HEADER_BYTES:]
     if magic != MAGIC:
-        raise refusal(FOREIGN)
+        raise unreadable(FOREIGN)
     if envelope.length > PIECE_BYTES or len(body) > envelope.length or envelope.total > MAX_PIECES:
-        raise refusal(OVERSIZE)
+        raise unreadable(OVERSIZE)
     if len(body) < envelope.length:
-        raise refusal(TRUNCATED)
+        raise unreadable(TRUNCATED)
     if crc32(body, crc32(piece[:_CHECKED])) != checksum:
-        raise refusal(DAMAGED)
+        raise unreadable(DAMAGED)
     if not WHOLE <= envelope.kind <= HELLO or envelope.flags:
-        raise refusal(UNKNOWN)
+        raise unreadable(UNKNOWN)
     return envelope, body
 
 
@@ -132,12 +122,12 @@ def follow(position: Position, envelope: Envelope) -> Position:
     """Return the position after a piece.
 
     Raises:
-        RefusedError: another piece must come at `position`.
+        InternalError: another piece must come at `position`.
     """
     if envelope.generation != position.generation:
-        raise refusal(STALE)
+        raise unreadable(STALE)
     if envelope.sequence != position.sequence:
-        raise refusal(REPLAYED if envelope.sequence < position.sequence else SKIPPED)
+        raise unreadable(REPLAYED if envelope.sequence < position.sequence else SKIPPED)
     kind, total, begun = envelope.kind, envelope.total, position.left > 0
     fits = {
         HELLO: position.sequence == 0 and total == 1,
@@ -146,10 +136,10 @@ def follow(position: Position, envelope: Envelope) -> Position:
         MORE: begun and total == position.total,
     }
     if not fits[kind]:
-        raise refusal(MISPLACED)
+        raise unreadable(MISPLACED)
     left = (position.left if begun else total) - 1
     if left and envelope.length != PIECE_BYTES:
-        raise refusal(TRUNCATED)
+        raise unreadable(TRUNCATED)
     return Position(position.generation, position.sequence + 1, left, total)
 
 

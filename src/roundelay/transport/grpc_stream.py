@@ -1,20 +1,18 @@
 """The `grpc` transport: workers are processes that prove who they are; messages travel over gRPC with mutual TLS.
 
-Two workers share one stream in both directions, on which the lower number serves. It carries the frames of
-:mod:`roundelay.transport.wire_format` in the pieces of :mod:`roundelay.transport.envelope`. Each side shows a certificate
-of the run's authority, and must be the worker that its HELLO names; whatever else connects is refused.
+Two workers share one stream in both directions, on which the lower number serves. It carries the frames of the wire
+format in the pieces of :mod:`roundelay.transport.envelope`. Each side shows a certificate of the run's authority, and
+must be the worker that its HELLO names; whatever else connects is refused.
 
 gRPC is imported in the worker's own process: a process that has used it must not fork. An event loop in a thread of its
 own reads and writes all streams; `send` adds to a queue, and wakes the loop only if the stream's writer is idle.
 
-A link ends by the handshake of :mod:`roundelay.transport.gloo`: END, answered by END and ACK. A stream that breaks
-before END means that the worker is lost; pings notice a silent one.
+A link ends with the handshake of :mod:`roundelay.transport.framed_endpoint`; pings notice a silent one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -25,32 +23,26 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from roundelay import env
-from roundelay.errors import DeadlineError, InternalError, RefusedError, RoundelayError, WorkerLostError
-from roundelay.optional_packages import check_installed, optional
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
+from roundelay.ir.transports import check_packages
+from roundelay.optional_packages import optional
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import wire_format as wire
-from roundelay.transport.checked_endpoint import CheckedEndpoint
-from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message, no_room
-from roundelay.transport.envelope import PIECE_BYTES, Position, refusal
+from roundelay.transport.endpoint import ForkedLinks, Message
+from roundelay.transport.envelope import PIECE_BYTES, Position
+from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded
 from roundelay.transport.rendezvous_file import rendezvous_file
+from roundelay.transport.wire_layout import unreadable
 from roundelay.trust.authority import Credentials, new_authority
-
-ABORT_GRACE_S = 1.0
-"""Seconds that the other workers have to receive an abort before their streams are cut."""
-
-FLUSH_S = 0.2
-"""Seconds to wait for a short frame to leave to a worker whose answer nobody receives."""
 
 HELLO_S = 5.0
 """Seconds that whoever connects has to say who it is."""
 
 VALID = timedelta(days=1)
 """How long a run's certificates can open streams; open ones stay."""
-
-PACKAGES = ("grpc", "cryptography")
-"""Modules that must be installed."""
 
 OPTIONS = {
     "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
@@ -64,14 +56,10 @@ OPTIONS = {
     "grpc.so_reuseport": 0,
     "grpc.enable_http_proxy": 0,
 }
+NEEDED = ("transport grpc", "roundelay[join]", ", or choose another transport.")
 _QUIET = ("GRPC_VERBOSITY", "NONE")
 _HOST = "127.0.0.1"
 _SERVICE, _METHOD = "roundelay", "Link"
-_PORT_BYTES = 4
-_POLL_S = 0.005
-
-_Read = Callable[[], Awaitable[Any]]
-_Write = Callable[[bytes], Awaitable[None]]
 
 
 def name_of(worker: int) -> str:
@@ -79,17 +67,8 @@ def name_of(worker: int) -> str:
     return f"worker-{worker}"
 
 
-def check_packages() -> None:
-    """Check that this transport's packages are installed; none is imported.
-
-    Raises:
-        UsageError: one is missing.
-    """
-    check_installed(PACKAGES, "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
-
-
 @final
-class GrpcEndpoint(CheckedEndpoint):
+class GrpcEndpoint(FramedEndpoint["_Link"]):
     """One process's endpoint. Its constructor returns when all `num_workers` have connected.
 
     Args:
@@ -117,14 +96,14 @@ class GrpcEndpoint(CheckedEndpoint):
         deadline_s: float,
         generation: int = 0,
     ) -> None:
-        super().__init__(worker, range(num_workers))
-        self._credentials, self._rendezvous = credentials, rendezvous
-        self._deadline_s, self._generation = deadline_s, generation
-        self._fault: RoundelayError | None = None  # what failed in this process when it received a message
+        super().__init__(worker, range(num_workers), deadline_s)
+        self._credentials, self._generation = credentials, generation
+        self._store = dist.FileStore(rendezvous, num_workers)  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=deadline_s))
         self.refused = Counter()
         self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._carrying: list[asyncio.Task[str | None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
@@ -147,34 +126,9 @@ class GrpcEndpoint(CheckedEndpoint):
             self._stop()
             raise
 
-    def cause(self, error: RoundelayError) -> RoundelayError:
-        """The failure to receive a message in this process, if any: the loss of the sender follows from it."""
-        return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
-
     # --- the worker's threads
 
-    def _send(self, to: int, message: Message) -> None:
-        frame, apart = wire.encode(message)
-        self._post(self._links[to], frame, apart)
-
-    def _grant(self, to: int, channel: int) -> None:
-        self._post(self._links[to], wire.grant_frame(channel))
-
-    def _close(self) -> None:
-        late = self._leave("", self._deadline_s)
-        if late:
-            raise DeadlineError(
-                f"worker {self.worker} closing",
-                got=f"no answer from workers {late} for {self._deadline_s:g} s",
-                expected="each to take what was sent",
-                remedy="Check whether they still run, or allow more time.",
-            )
-
-    def _abort(self, reason: str) -> None:
-        self._leave(reason or "no reason given", ABORT_GRACE_S)
-
     def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
-        """Queue a frame and the tensors that follow it; dropped once the link's END is queued or the link is broken."""
         with link.lock:
             if link.sealed:
                 return
@@ -188,7 +142,6 @@ class GrpcEndpoint(CheckedEndpoint):
             self._loop.call_soon_threadsafe(link.wake.set)
 
     def _leave(self, reason: str, grace_s: float) -> list[int]:
-        """End every link, then the loop; return the workers that did not answer within `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
         for link in self._links.values():
             self._post(link, wire.end_frame(reason), last=True)
@@ -217,27 +170,25 @@ class GrpcEndpoint(CheckedEndpoint):
 
     async def _listen(self, grpc: Any) -> None:
         own = self._credentials
-        pair = [(own.key, own.certificate)]
         server = grpc.aio.server(options=[*OPTIONS.items()])
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
-        proving = grpc.ssl_server_credentials(pair, root_certificates=own.authority, require_client_auth=True)
+        proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
         port = server.add_secure_port(f"{_HOST}:0", proving)
         self._closing.append(lambda: server.stop(None))
         await server.start()
-        _write_port(self._rendezvous, self.worker, port)
+        self._store.set(name_of(self.worker), str(port))
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
         try:
             first = await asyncio.wait_for(context.read(), HELLO_S)
             link = self._admit(first, context.auth_context().get("x509_subject_alternative_name", ()))
-        except (TimeoutError, RefusedError) as error:
+        except (TimeoutError, InternalError) as error:
             await context.abort(_grpc().StatusCode.PERMISSION_DENIED, self._count(error))
         await context.write(self._hello())
         link.opened.set()
-        reason = await self._carry(link, context.read, context.write)
-        if reason:
+        if reason := await self._carry(link, context):
             await context.abort(_grpc().StatusCode.PERMISSION_DENIED, reason)
 
     def _admit(self, piece: Any, names: Sequence[bytes]) -> _Link:
@@ -245,9 +196,9 @@ class GrpcEndpoint(CheckedEndpoint):
         position, claimed = self._read_hello(piece)
         link = self._links.get(claimed)
         if link is None or claimed < self.worker or name_of(claimed).encode() not in names:
-            raise refusal(envelopes.MISNAMED)
+            raise unreadable(envelopes.MISNAMED)
         if link.position is not None:
-            raise refusal(envelopes.TAKEN)
+            raise unreadable(envelopes.TAKEN)
         link.position = position
         return link
 
@@ -260,43 +211,44 @@ class GrpcEndpoint(CheckedEndpoint):
 
     async def _call(self, grpc: Any, link: _Link) -> None:
         """Open the stream to a worker that serves, and leave a task that carries what it sends."""
-        own, port = self._credentials, await _port_of(self._rendezvous, link.worker)
+        own = self._credentials
+        port = await self._loop.run_in_executor(None, self._store.get, name_of(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
         options = OPTIONS | {"grpc.ssl_target_name_override": name_of(link.worker)}
-        channel = grpc.aio.secure_channel(f"{_HOST}:{port}", proving, options=[*options.items()])
+        channel = grpc.aio.secure_channel(f"{_HOST}:{port.decode()}", proving, options=[*options.items()])
         self._closing.append(channel.close)
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
         try:
             await call.write(self._hello())
             link.position, claimed = self._read_hello(await call.read())
             if claimed != link.worker:
-                raise refusal(envelopes.MISNAMED)
-        except (grpc.RpcError, asyncio.InvalidStateError, RefusedError) as error:
-            raise _not_let_in(self.worker, link.worker, await _told(call, error)) from error
+                raise unreadable(envelopes.MISNAMED)
+        except (grpc.RpcError, asyncio.InvalidStateError, InternalError) as error:
+            raise WorkerLostError(
+                f"worker {self.worker} connecting to worker {link.worker}",
+                got=await _told(call, error),
+                expected="a worker of the same run, which lets it in",
+                remedy="Check that both have valid certificates of the run's authority, and the same version.",
+            ) from error
         link.opened.set()
-        task = self._loop.create_task(self._carry_call(link, call))
-        self._carrying.add(task)
+        self._carrying.append(self._loop.create_task(self._carry(link, call, call)))
 
-    async def _carry_call(self, link: _Link, call: Any) -> None:
-        if await self._carry(link, call.read, call.write, call):
-            call.cancel()
-
-    async def _carry(self, link: _Link, read: _Read, write: _Write, call: Any = None) -> str | None:
+    async def _carry(self, link: _Link, stream: Any, call: Any = None) -> str | None:
         """Read and write a stream until its handshake is complete or it breaks; return why it was refused, if so."""
-        writer = self._loop.create_task(self._write(link, write))
+        writer = self._loop.create_task(self._write(link, stream.write))
         try:
             while not (link.ended and link.acknowledged):
-                self._accept(link, await read())
+                self._accept(link, await stream.read())
             self._queue(link, None)
             await writer
             if call is not None:
                 await call.done_writing()
                 await asyncio.wait_for(call.code(), ABORT_GRACE_S)
         except MemoryError as fault:
-            self._fault = no_room(self.worker, link.worker, fault)
-            self._lose(link, str(fault))
+            self._no_room(link, fault)
+            link.done.set()
             await writer  # END can still be sent
-        except (RefusedError, InternalError) as fault:
+        except InternalError as fault:
             self._lose(link, f"it sent bytes that are no message ({fault.got})")
             return self._count(fault)
         except asyncio.CancelledError:
@@ -307,6 +259,8 @@ class GrpcEndpoint(CheckedEndpoint):
         finally:
             link.done.set()
             writer.cancel()
+            if call is not None:
+                call.cancel()
         return None
 
     def _accept(self, link: _Link, piece: Any) -> None:
@@ -318,27 +272,18 @@ class GrpcEndpoint(CheckedEndpoint):
         link.position = envelopes.follow(link.position, head)
         link.pieces.append(body)
         if not link.position.left:
-            received, link.pieces = _Received(link.pieces), deque()
-            self._handle(link, received)
+            received = memoryview(b"".join(link.pieces)) if len(link.pieces) > 1 else body
+            link.pieces.clear()
+            if len(received) < wire.HEAD_BYTES:
+                raise unreadable(envelopes.TRUNCATED)
+            frame = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
+            self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
 
-    def _handle(self, link: _Link, received: _Received) -> None:
-        head = wire.head_of(bytes(received.take(wire.HEAD_BYTES)))
-        if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
-            self.deliver(Arrived(link.worker, _message(head, received)))
-        elif head.kind == wire.GRANT:
-            self.deliver(Granted(link.worker, head.number))
-        elif head.kind == wire.ACK:
-            link.acknowledged = True
-        elif head.kind != wire.END:
-            raise wire.unexpected(head)
-        else:
-            link.ended = True
-            if head.length:
-                self.deliver(Lost(link.worker, bytes(received.take(head.length)).decode(errors="replace")))
-            self._post(link, wire.end_frame(""), last=True)  # unless it was sent before
-            self._queue(link, (wire.ack_frame(), ()))
+    def _acknowledge(self, link: _Link) -> None:
+        self._post(link, wire.end_frame(""), last=True)
+        self._queue(link, (wire.ack_frame(), ()))
 
-    async def _write(self, link: _Link, write: _Write) -> None:
+    async def _write(self, link: _Link, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write what is queued, until None comes."""
         while True:
             while link.queue:
@@ -352,23 +297,17 @@ class GrpcEndpoint(CheckedEndpoint):
                 await link.wake.wait()
             link.idle = False
 
-    async def _write_message(self, link: _Link, write: _Write, frame: bytearray, apart: Sequence[torch.Tensor]) -> None:
+    async def _write_message(
+        self, link: _Link, write: Callable[[bytes], Awaitable[None]], frame: bytearray, apart: Sequence[torch.Tensor]
+    ) -> None:
         pieces = envelopes.cut([memoryview(frame), *map(_bytes_of, apart)])
         for i, parts in enumerate(pieces):
             kind = envelopes.MORE if i else envelopes.FIRST if len(pieces) > 1 else envelopes.WHOLE
             link.written += 1
             await write(envelopes.seal(kind, self._generation, link.written, parts, len(pieces)))
 
-    def _lose(self, link: _Link, reason: str) -> None:
-        """Mark the stream as broken, and report the worker as lost unless its END has come."""
-        with link.lock:
-            link.sealed = link.sealed or self._fault is None  # else END can still be sent
-        link.done.set()
-        if not link.ended and self._ended is None:
-            self.deliver(Lost(link.worker, reason))
-
     def _count(self, error: Exception) -> str:
-        reason = error.got if isinstance(error, RefusedError) else envelopes.TRUNCATED
+        reason = error.got if isinstance(error, InternalError) else envelopes.TRUNCATED
         self.refused[reason] += 1
         return reason
 
@@ -389,7 +328,7 @@ def forked_over_grpc(
     Raises:
         UsageError: a package is not installed.
     """
-    check_packages()
+    check_packages("grpc")
     authority = new_authority("roundelay", datetime.now(UTC), VALID)
     own = [authority.issue(name_of(k)) for k in range(num_workers)]
     with rendezvous_file() as path:
@@ -400,112 +339,44 @@ _Item = tuple[bytearray, Sequence[torch.Tensor]]
 """A frame, and the tensors that follow it."""
 
 
-class _Link:
-    """The state of the stream to one other worker."""
+class _Link(Link):
+    """The stream to one other worker."""
 
     def __init__(self, worker: int) -> None:
-        self.worker = worker
-        self.lock = threading.Lock()  # END is the last to be queued
+        super().__init__(worker)
         self.queue: deque[_Item | None] = deque()
         self.idle = False  # the writer waits to be woken
         self.wake, self.opened = asyncio.Event(), asyncio.Event()
         self.written = 0  # number of the last piece
         self.position: Position | None = None  # what must come next, once HELLO has come
-        self.pieces: deque[memoryview] = deque()  # of a message that is not yet whole
-        self.sealed = False  # nothing more may be queued
-        self.ended = False  # the other's END has come
-        self.acknowledged = False  # the other has received everything up to our END
+        self.pieces: list[memoryview] = []  # of a message that is not yet whole
         self.done = threading.Event()  # the handshake is complete, or the stream broken
 
 
-class _Received:
-    """The bytes of a message, in the pieces in which they came."""
-
-    def __init__(self, pieces: deque[memoryview]) -> None:
-        self._pieces = pieces
-        self.left = sum(map(len, pieces))
-
-    def take(self, count: int) -> memoryview:
-        """The next `count` bytes; copied only if they lie in several pieces."""
-        self._check(count)
-        if self._pieces and count <= len(self._pieces[0]):
-            self.left -= count
-            taken, self._pieces[0] = self._pieces[0][:count], self._pieces[0][count:]
-            return taken
-        into = memoryview(bytearray(count))
-        self.fill(into)
-        return into
-
-    def fill(self, into: memoryview) -> None:
-        """Copy as many bytes as `into` has."""
-        self._check(len(into))
-        self.left -= len(into)
-        while into:
-            piece = self._pieces.popleft()
-            count = min(len(piece), len(into))
-            into[:count] = piece[:count]
-            into = into[count:]
-            if count < len(piece):
-                self._pieces.appendleft(piece[count:])
-
-    def _check(self, count: int) -> None:
-        if count > self.left:
-            raise refusal(envelopes.TRUNCATED)
-
-
-def _message(head: wire.Head, received: _Received) -> Message:
+def _message(head: wire.Head, received: memoryview) -> Message:
     """Return a message; memory is allocated for what has come, not for what is announced."""
-    body = received.take(head.length)
-    if wire.apart_bytes(head, body) != received.left:
-        raise refusal(envelopes.TRUNCATED)
-    try:
-        message, apart = wire.decode(head, body)
-    except RuntimeError as fault:  # torch's allocator is out of memory
-        raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
+    at = wire.HEAD_BYTES + head.length
+    body = received[wire.HEAD_BYTES : at]
+    if at > len(received) or wire.apart_bytes(head, body) != len(received) - at:
+        raise unreadable(envelopes.TRUNCATED)
+    message, apart = decoded(head, body)
     for tensor in apart:
-        received.fill(_bytes_of(tensor))
+        _bytes_of(tensor)[:] = received[at : at + tensor.nbytes]
+        at += tensor.nbytes
     return message
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def _write_port(path: str, worker: int, port: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.pwrite(descriptor, port.to_bytes(_PORT_BYTES, "little"), _PORT_BYTES * worker)
-    finally:
-        os.close(descriptor)
-
-
-async def _port_of(path: str, worker: int) -> int:
-    """Wait until a worker has written its port."""
-    while True:
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            file.seek(_PORT_BYTES * worker)
-            port = int.from_bytes(file.read(_PORT_BYTES), "little")
-            if port:
-                return port
-        await asyncio.sleep(_POLL_S)
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _grpc() -> Any:
     env.set_default(*_QUIET)
-    optional("grpc.aio", "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
-    return optional("grpc", "transport grpc", "roundelay[join]", ", or choose --transport shm or gloo.")
+    optional("grpc.aio", *NEEDED)
+    return optional("grpc", *NEEDED)
 
 
 async def _told(call: Any, error: Exception) -> str:
     """What the other side has said, or the error."""
     details = await call.details() if call is not None and call.done() else None
     return str(details or (error.got if isinstance(error, RoundelayError) else f"{type(error).__name__}: {error}"))
-
-
-def _not_let_in(worker: int, other: int, told: str) -> WorkerLostError:
-    return WorkerLostError(
-        f"worker {worker} connecting to worker {other}",
-        got=told,
-        expected="a worker of the same run, which lets it in",
-        remedy="Check that both have certificates of the run's authority, valid now, and the same version of Roundelay.",
-    )
