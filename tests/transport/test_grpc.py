@@ -27,10 +27,13 @@ from roundelay.trust.authority import Credentials, new_authority
 from tests.transport.harness import fork_all
 from tests.transport.test_gloo import listening_addresses, settled
 
-WAIT_S = 20.0
+WAIT_S = 8.0
 DAY = timedelta(days=1)
 OURS = new_authority("roundelay", datetime.now(UTC), DAY)
 FOREIGN = new_authority("roundelay", datetime.now(UTC), DAY)
+LOOPBACK = "0000000000000000FFFF00000100007F"
+"""127.0.0.1 as an address of IPv6, as the kernel lists it."""
+
 Task = Callable[[GrpcEndpoint], Any]
 
 
@@ -49,7 +52,7 @@ def start(tasks: list[Task], tmp_path: Path, *others: Callable[[], Any], deadlin
 
 
 def train(tmp_path: Path) -> tuple[Task, Task]:
-    """Two workers that exchange messages until the file `done` is there, and once more; the first tells what it refused."""
+    """Two workers that exchange messages until the file `done` is there; the first tells what it refused."""
 
     def lead(endpoint: GrpcEndpoint) -> dict[str, int]:
         over = False
@@ -160,16 +163,17 @@ def flip(piece: bytes) -> bytes:
     return piece[:-1] + bytes([piece[-1] ^ 4])
 
 
+SEAL = envelopes.seal
 TAMPERED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "replay": (lambda piece: envelopes.seal(envelopes.WHOLE, 0, 1, [piece[28:]]), envelopes.REPLAYED),
-    "gap": (lambda piece: envelopes.seal(envelopes.WHOLE, 0, 9, [piece[28:]]), envelopes.SKIPPED),
+    "replay": (lambda piece: SEAL(envelopes.WHOLE, 0, 1, [piece[28:]]), envelopes.REPLAYED),
+    "gap": (lambda piece: SEAL(envelopes.WHOLE, 0, 9, [piece[28:]]), envelopes.SKIPPED),
     "flipped bit": (flip, envelopes.DAMAGED),
     "truncated": (lambda piece: piece[:-3], envelopes.TRUNCATED),
     "oversize": (lambda piece: piece + bytes(1000), envelopes.OVERSIZE),
-    "stale generation": (lambda piece: envelopes.seal(envelopes.WHOLE, 7, 2, [piece[28:]]), envelopes.STALE),
-    "half a frame": (lambda piece: envelopes.seal(envelopes.WHOLE, 0, 2, [piece[28:40]]), envelopes.TRUNCATED),
+    "stale generation": (lambda piece: SEAL(envelopes.WHOLE, 7, 2, [piece[28:]]), envelopes.STALE),
+    "half a frame": (lambda piece: SEAL(envelopes.WHOLE, 0, 2, [piece[28:40]]), envelopes.TRUNCATED),
     "more than its frame": (
-        lambda piece: envelopes.seal(envelopes.WHOLE, 0, 2, [piece[28:], b"x"]),
+        lambda piece: SEAL(envelopes.WHOLE, 0, 2, [piece[28:], b"x"]),
         envelopes.TRUNCATED,
     ),
 }
@@ -192,11 +196,10 @@ def test_what_is_tampered_with_loses_its_sender_only(
     def babble(endpoint: GrpcEndpoint) -> str:
         endpoint.send(0, Message(0, (), (torch.ones(3),)))
         settled(lambda: endpoint._links[0].written, 1)
-        honest = envelopes.seal
-        monkeypatch.setattr(envelopes, "seal", lambda *given: tamper(honest(*given)))
+        monkeypatch.setattr(envelopes, "seal", lambda *given: tamper(SEAL(*given)))
         endpoint.send(0, Message(0, (), (torch.ones(3),)))
         lost = endpoint.receive(WAIT_S)
-        monkeypatch.setattr(envelopes, "seal", honest)
+        monkeypatch.setattr(envelopes, "seal", SEAL)
         endpoint.abort("refused")
         assert isinstance(lost, Lost)
         return lost.reason
@@ -239,7 +242,7 @@ def test_nothing_listens_outside_loopback_and_an_end_leaves_no_loop(tmp_path: Pa
         endpoint.close()
         return [found, endpoint._thread.is_alive(), settled(listening_addresses, [])]
 
-    assert start([look, look], tmp_path) == [[["0100007F"], False, []], [[], False, []]]
+    assert start([look, look], tmp_path) == [[[LOOPBACK], False, []], [[], False, []]]
 
 
 def test_a_worker_that_never_comes_ends_the_connecting(tmp_path: Path) -> None:
