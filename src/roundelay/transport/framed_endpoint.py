@@ -7,9 +7,13 @@ reason is an abort. A connection that breaks before END means that the worker is
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -137,3 +141,17 @@ def decoded(head: wire.Head, body: memoryview) -> tuple[Message, list[torch.Tens
         return wire.decode(head, body)
     except RuntimeError as fault:  # of torch's allocator
         raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
+
+
+@contextmanager
+def rendezvous_file() -> Generator[str, None, None]:
+    """Path of an empty file for the rendezvous, in memory if possible, so that nothing can be left over."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        descriptor = os.memfd_create("roundelay")
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder) / "store")

@@ -30,8 +30,7 @@ import torch.distributed as dist
 from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import ForkedLinks, Message
-from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded
-from roundelay.transport.rendezvous_file import rendezvous_file
+from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -33,8 +33,7 @@ from roundelay.transport import envelope as envelopes
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import ForkedLinks, Message
 from roundelay.transport.envelope import PIECE_BYTES, Position
-from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded
-from roundelay.transport.rendezvous_file import rendezvous_file
+from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
 from roundelay.transport.wire_layout import unreadable
 from roundelay.trust.authority import Credentials, new_authority
 
@@ -114,18 +113,16 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
         try:
             opening.result(self._deadline_s)
-        except LateError:
-            opening.cancel()
+        except BaseException as error:
             self._stop()
+            if not isinstance(error, LateError):
+                raise
             raise DeadlineError(
                 f"worker {self.worker} connecting to the others",
                 got=f"none of workers {[k for k, link in self._links.items() if not link.opened.is_set()]}",
                 expected=f"{num_workers} workers within {self._deadline_s:g} s",
                 remedy="Check which worker did not start.",
             ) from None
-        except BaseException:
-            self._stop()
-            raise
 
     # --- the worker's threads
 
