@@ -44,7 +44,7 @@ TRANSPORTS = {
         Transport("memory", "threads of one process", "threads", ("cpu", "cuda"), 2e-5, 1e11),
         Transport("shm", "processes, shared memory", "forked", ("cpu",), 1e-4, 2.5e9),
         Transport("gloo", "processes", "forked", ("cpu",), 4e-4, 1.5e9),
-        Transport("grpc", "processes, mutual TLS", "forked", ("cpu",), 8e-4, 6e8, ("grpc", "cryptography")),
+        Transport("grpc", "processes, mutual TLS", "forked", ("cpu",), 5e-4, 4e8, ("grpc", "cryptography")),
         Transport("nccl", "torchrun", "launched", ("cuda",), 4e-4, 2e10),
     )
 }

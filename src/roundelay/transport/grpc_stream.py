@@ -45,7 +45,6 @@ VALID = timedelta(days=1)
 
 OPTIONS = {
     "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
-    "grpc.max_send_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
     "grpc.keepalive_time_ms": 1000,
     "grpc.keepalive_timeout_ms": 1500,
     "grpc.http2.ping_timeout_ms": 1500,  # else a minute
@@ -234,6 +233,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     async def _carry(self, link: _Link, stream: Any, call: Any = None) -> str | None:
         """Read and write a stream until its handshake is complete or it breaks; return why it was refused, if so."""
         writer = self._loop.create_task(self._write(link, stream.write))
+        writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader fails, and reports it
         try:
             while not (link.ended and link.acknowledged):
                 self._accept(link, await stream.read())
