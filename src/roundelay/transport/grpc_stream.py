@@ -43,11 +43,14 @@ HELLO_S = 5.0
 VALID = timedelta(days=1)
 """How long a run's certificates can open streams; open ones stay."""
 
+SILENT_MS = 3500
+"""Milliseconds that a ping's answer may take: later than the launcher notices that a worker is stopped, and says so."""
+
 OPTIONS = {
     "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
     "grpc.keepalive_time_ms": 1000,
-    "grpc.keepalive_timeout_ms": 1500,
-    "grpc.http2.ping_timeout_ms": 1500,  # else a minute
+    "grpc.keepalive_timeout_ms": SILENT_MS,
+    "grpc.http2.ping_timeout_ms": SILENT_MS,  # else a minute
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.http2.min_recv_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
