@@ -28,7 +28,7 @@ train: $(DONE) ## Train the example, a small character-level GPT
 
 QUICK := tests/ir tests/lower tests/planner tests/actor tests/observe tests/contracts tests/test_schedules.py \
 	tests/test_simulator.py tests/equivalence/test_verify.py
-SLOW := shm or gloo or nccl or test_priced or staggered or (test_verify and not schedule_of_rates)
+SLOW := shm or gloo or grpc or nccl or test_priced or staggered or (test_verify and not schedule_of_rates)
 
 test-quick: $(DONE) ## Run what needs neither torch nor processes, the contracts, and one model's proof (1 minute)
 	@$(BIN)/pytest --sample -n 2 --dist loadfile $(QUICK) -k "not ($(SLOW))"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.datasets.trouble import existing, refused
-from roundelay.observe.optional_packages import optional
+from roundelay.optional_packages import optional
 
 SIDE = 224
 """PipeOptim (2023), Sect. V-A: images are scaled up from 64 x 64."""

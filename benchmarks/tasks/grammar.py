@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import roundelay
 from roundelay.job import OptimizerFactory, SchedulerFactory
-from roundelay.observe.optional_packages import optional
+from roundelay.optional_packages import optional
 
 NOUNS = {
     "cat": ("kato", "m"), "dog": ("hundo", "m"), "king": ("rego", "m"), "boy": ("knabo", "m"), "bear": ("urso", "m"),

@@ -170,7 +170,7 @@ OPTIONS = {
     "a backward that the rule forbids": (("--rule", "pipedream", "--backward", "mixed"), "backward", "one of stash"),
     "a module that is not there": (("--recompute", "7,layers.*"), "recompute", "'layers.*'", "such as"),
     "what is kept in any case": (("--recompute", "0"), "recompute", "'0'", "but its inputs and outputs"),
-    "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, nccl"),
+    "an unknown transport": (("--transport", "pigeon"), "transport", "memory, shm, gloo, grpc, nccl"),
     "a device that is not here": (("--devices", "cuda:9999,cpu"), "cuda:9999: no such device here", "--devices cpu"),
     "an unknown device": (("--devices", "tpu,cpu"), "workers[0].device", "'tpu'"),
     "devices for other workers": (

@@ -40,7 +40,9 @@ def test_a_fault_at_random_ends_a_run_well(seed: int, tmp_path: Path, server: Se
 
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])
-@pytest.mark.parametrize(("moment", "transport"), [("start", "gloo"), ("start", "shm"), ("training", "shm")])
+@pytest.mark.parametrize(
+    ("moment", "transport"), [("start", "gloo"), ("start", "shm"), ("training", "shm"), ("training", "grpc")]
+)
 def test_a_signal_to_a_worker_is_told_with_its_number(
     fault: str, moment: str, transport: str, tmp_path: Path, server: Server
 ) -> None:

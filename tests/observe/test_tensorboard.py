@@ -102,7 +102,7 @@ def test_a_package_that_is_missing_or_broken_is_told_with_the_command(
         raise error
 
     monkeypatch.delitem(sys.modules, WRITER, raising=False)
-    monkeypatch.setattr("roundelay.observe.optional_packages.importlib.import_module", fail)
+    monkeypatch.setattr("roundelay.optional_packages.importlib.import_module", fail)
     with pytest.raises(UsageError, match="pip install tensorboard") as caught:
         writer()
     assert str(error) in caught.value.got

@@ -30,5 +30,5 @@ def test_a_new_row_is_planned_with_its_link_and_verified_over(monkeypatch: pytes
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(PlanError, match="one of memory, shm, gloo, nccl"):
+    with pytest.raises(PlanError, match="one of memory, shm, gloo, grpc, nccl"):
         roundelay.plan(make(), workers=2, transport="pigeon")

@@ -50,7 +50,7 @@ def calibrate(
 
     Args:
         workers: how many; exchanges are measured in groups of two, four and so on, and of all.
-        transport: ``memory``, ``shm`` or ``gloo``.
+        transport: ``memory``, ``shm``, ``gloo`` or ``grpc``.
         threads: intra-op threads of each worker; by default the workers share the machine's cores.
         seconds: after which no further sweep over all measurements begins; there are four at least.
         tell: called with a line after each sweep.
@@ -70,7 +70,7 @@ def sweep_with(workers: int, transport: str, threads: int | None, seconds: float
         raise UsageError(
             "what to measure",
             got=f"workers {workers}, transport {transport}, threads {each}, seconds {seconds:g}",
-            expected="workers on the CPU, over memory, shm or gloo, and positive numbers",
+            expected="workers on the CPU, over memory, shm, gloo or grpc, and positive numbers",
             remedy="Correct what does not fit.",
         )
     return Sweep(workers, transport, each, seconds)

@@ -241,7 +241,7 @@ def calibrate(
         int | None, typer.Option(help="How many. [default: 2; under a launcher one for each process]", min=1)
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(help="memory, shm or gloo. [default: memory; under a launcher gloo]")
+        str | None, typer.Option(help="memory, shm, gloo or grpc. [default: memory; under a launcher gloo]")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Intra-op threads of each worker. [default: the cores, shared]", min=1)

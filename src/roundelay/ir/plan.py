@@ -157,8 +157,8 @@ class Plan:
             ``weights`` between their uses (ZeRO-3).
         shards: S, neighbouring replicas among which it is split, where there are several such groups (hybrid
             sharding); 0: all.
-        transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes) or
-            ``nccl`` (processes of a launcher, one CUDA device each).
+        transport: ``memory`` (threads of one process), ``shm`` (processes that share memory), ``gloo`` (processes),
+            ``grpc`` (processes, mutual TLS) or ``nccl`` (processes of a launcher, one CUDA device each).
         deadline_s: seconds after which a silent wait is an error.
         latency_s: predicted seconds of an empty message.
         bytes_per_s: predicted bytes per second of a link.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roundelay.errors import PlanError, did_you_mean
+from roundelay.optional_packages import check_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Transport:
         devices: device types whose tensors it carries.
         latency_s: seconds of an empty message between two workers of one host, for planning.
         bytes_per_s: bandwidth between two workers of one host, for planning.
+        packages: optional modules that it needs.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Transport:
     devices: tuple[str, ...]
     latency_s: float
     bytes_per_s: float
+    packages: tuple[str, ...] = ()
 
     @property
     def forks(self) -> bool:
@@ -41,6 +44,7 @@ TRANSPORTS = {
         Transport("memory", "threads of one process", "threads", ("cpu", "cuda"), 2e-5, 1e11),
         Transport("shm", "processes, shared memory", "forked", ("cpu",), 1e-4, 2.5e9),
         Transport("gloo", "processes", "forked", ("cpu",), 4e-4, 1.5e9),
+        Transport("grpc", "processes, mutual TLS", "forked", ("cpu",), 5e-4, 4e8, ("grpc", "cryptography")),
         Transport("nccl", "torchrun", "launched", ("cuda",), 4e-4, 2e10),
     )
 }
@@ -62,3 +66,14 @@ def transport_named(name: str) -> Transport:
             remedy=did_you_mean(name, TRANSPORTS) + "Correct the plan or the option.",
         )
     return TRANSPORTS[name]
+
+
+def check_packages(name: str) -> None:
+    """Check that what the transport called `name` needs is installed; nothing is imported.
+
+    Raises:
+        PlanError: there is no such transport.
+        UsageError: a package is missing.
+    """
+    modules = transport_named(name).packages
+    check_installed(modules, f"transport {name}", "roundelay[join]", ", or choose another transport.")

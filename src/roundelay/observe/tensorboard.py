@@ -13,7 +13,7 @@ from typing import Any, final
 
 from roundelay.checkpoint.atomic_files import unwritten
 from roundelay.errors import RunError
-from roundelay.observe.optional_packages import optional
+from roundelay.optional_packages import optional
 
 FLUSH_S = 5
 """Longest time until a value is written to disk, in seconds."""

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roundelay.observe.optional_packages import optional
+from roundelay.optional_packages import optional
 from roundelay.page.comparison_page import Chart, style_of
 from roundelay.page.scale import LOG_FROM
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roundelay.ir.device_names import listed_devices
-from roundelay.ir.transports import transport_named
+from roundelay.ir.transports import check_packages, transport_named
 from roundelay.launching.launch import needs_launcher
 from roundelay.planner.check_given import check_given
 from roundelay.planner.plan_options import Choices
@@ -17,9 +17,11 @@ def check_here(choices: Choices) -> None:
 
     Raises:
         PlanError: a choice cannot be used here.
+        UsageError: a package that the transport needs is not installed.
     """
     check_given(choices)
     transport = choices.transport or "memory"
+    check_packages(transport)
     devices = choices.devices or default_devices(transport)
     resolve_devices(devices, len(listed_devices(devices)) or 1, transport)
     check_given(replace(choices, devices=devices))

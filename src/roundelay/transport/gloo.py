@@ -9,45 +9,34 @@ that is never matched, and so waits for the end of the connection alone: gloo ma
 posted while the connection breaks, which can happen to the listener but not to the watcher. One *releaser* keeps posted
 tensors alive until gloo has written them.
 
-A link ends with a handshake. Each side sends one END after everything else, and answers the other's END with its own
-END (unless sent before) and an ACK. A side that has received END and ACK may close the connection without cutting off
-bytes in transit. An END with a reason is an abort. A connection that breaks before END means that the worker is lost.
+A link ends with the handshake of :mod:`roundelay.transport.framed_endpoint`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
 
-from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import wire_format as wire
-from roundelay.transport.checked_endpoint import CheckedEndpoint
-from roundelay.transport.endpoint import Arrived, ForkedLinks, Granted, Lost, Message
+from roundelay.transport.endpoint import ForkedLinks, Message
+from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-ABORT_GRACE_S = 1.0
-"""Seconds that the other workers have to receive an abort before their connections are cut."""
-
 LISTENER_S = 0.5
 """Seconds that a listener has to handle what came before its connection broke."""
-
-FLUSH_S = 0.2
-"""Seconds to wait for gloo to write a short frame to a worker whose answer nobody receives."""
 
 SMALL_HELD = 32
 """How many frames without separate tensors are released together, to wake the releaser less often."""
@@ -59,7 +48,7 @@ _FRAME_TAG, _DATA_TAG, _NEVER_TAG = 1, 2, 3
 
 
 @final
-class GlooEndpoint(CheckedEndpoint):
+class GlooEndpoint(FramedEndpoint["_Link"]):
     """One process's endpoint. Its constructor is the rendezvous: it returns when all `num_workers` have connected.
 
     Args:
@@ -83,40 +72,17 @@ class GlooEndpoint(CheckedEndpoint):
         interface: str | None = None,
         partners: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(worker, range(num_workers) if partners is None else partners)
-        self._deadline_s = deadline_s
+        super().__init__(worker, range(num_workers) if partners is None else partners, deadline_s)
         self._group: _Group | None = _connect(worker, num_workers, store, deadline_s, interface)
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._releaser = threading.Thread(target=_release, args=(self._posted,), daemon=True)
-        self._fault: RoundelayError | None = None  # what failed in this process when it received a message
         self._links = {other: _Link(other, self._listen, self._watch) for other in self._others}
         self._releaser.start()
         for link in self._links.values():
             link.listener.start()
             link.watcher.start()
 
-    def _send(self, to: int, message: Message) -> None:
-        frame, apart = wire.encode(message)
-        self._post(self._links[to], frame, apart)
-
-    def _grant(self, to: int, channel: int) -> None:
-        self._post(self._links[to], wire.grant_frame(channel))
-
-    def _close(self) -> None:
-        late = self._leave("", self._deadline_s)
-        if late:
-            raise DeadlineError(
-                f"worker {self.worker} closing",
-                got=f"no answer from workers {late} for {self._deadline_s:g} s",
-                expected="each to take what was sent",
-                remedy="Check whether they still run, or allow more time.",
-            )
-
-    def _abort(self, reason: str) -> None:
-        self._leave(reason or "no reason given", ABORT_GRACE_S)
-
     def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
-        """Post a frame and the tensors that follow it; dropped once the link's END is posted or the link is broken."""
         with link.lock:
             if link.sealed or self._group is None:
                 return
@@ -130,7 +96,6 @@ class GlooEndpoint(CheckedEndpoint):
                 self._release_held(link)
 
     def _acknowledge(self, link: _Link) -> None:
-        """Answer END with END, unless posted before, and ACK, the only frame that may follow END."""
         self._post(link, wire.end_frame(""), last=True)
         with link.lock, contextlib.suppress(RuntimeError):
             if self._group is not None:
@@ -151,13 +116,12 @@ class GlooEndpoint(CheckedEndpoint):
             while not (link.ended and link.acknowledged):
                 posted = frames.popleft()
                 posted.work.wait(FOREVER)
-                self._handle(link, posted.frame, group)
+                self._read(link, posted.frame, group)
                 frames.append(_Posted(group, link.worker, posted.frame))
         except MemoryError as fault:
-            self._fault = _no_room(self.worker, link.worker, fault)
-            self._lose(link, fault)
+            self._no_room(link, fault)
         except (RuntimeError, InternalError) as fault:
-            self._lose(link, fault)
+            self._lose(link, _explain(fault))
 
     def _watch(self, link: _Link) -> None:
         """Wait for the end of the connection; report it if the listener does not do so first."""
@@ -168,42 +132,13 @@ class GlooEndpoint(CheckedEndpoint):
         except RuntimeError as fault:
             link.listener.join(LISTENER_S)
             if link.listener.is_alive():
-                self._lose(link, fault)
+                self._lose(link, _explain(fault))
 
-    def cause(self, error: RoundelayError) -> RoundelayError:
-        """The failure to receive a message in this process, if any: the loss of the sender follows from it."""
-        return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
-
-    def _lose(self, link: _Link, fault: Exception) -> None:
-        """Mark the connection as broken, and report the worker as lost unless its END has come."""
-        with link.lock:
-            first, link.lost = not link.lost, True
-            link.sealed = link.sealed or self._fault is None  # else END can still be sent
-        if first and not link.ended and self._ended is None:
-            self.deliver(Lost(link.worker, _explain(fault)))
-
-    def _handle(self, link: _Link, frame: bytearray, group: _Group) -> None:
+    def _read(self, link: _Link, frame: bytearray, group: _Group) -> None:
         head = wire.read_head(frame)
-        if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
-            message = _finish(head, frame, link.worker, group)
-            if not link.lost:
-                self.deliver(Arrived(link.worker, message))
-        elif head.kind == wire.GRANT:
-            if not link.lost:
-                self.deliver(Granted(link.worker, head.number))
-        elif head.kind == wire.ACK:
-            link.acknowledged = True
-        elif head.kind != wire.END:
-            raise wire.unexpected(head)
-        else:
-            link.ended = True
-            if head.length:
-                reason = bytes(wire.body_of(head, frame)).decode(errors="replace")
-                self.deliver(Lost(link.worker, reason))
-            self._acknowledge(link)
+        self._handle(link, head, lambda: _finish(head, frame, link.worker, group), lambda: wire.body_of(head, frame))
 
     def _leave(self, reason: str, grace_s: float) -> list[int]:
-        """End every link, then every thread; return the workers that did not answer within `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
         for link in self._links.values():
             self._post(link, wire.end_frame(reason), last=True)
@@ -238,22 +173,8 @@ def forked_over_gloo(
     num_workers: int, deadline_s: float, shared: Mapping[int, int] | None = None
 ) -> Generator[ForkedLinks, None, None]:
     """Connect processes of one host that are forked while the context is open; they share no memory."""
-    with _rendezvous_file() as path:
+    with rendezvous_file() as path:
         yield ForkedLinks(lambda worker: GlooEndpoint(worker, num_workers, path, deadline_s), lambda: None)
-
-
-@contextmanager
-def _rendezvous_file() -> Generator[str, None, None]:
-    """Path of an empty file for the rendezvous, in memory if possible, so that nothing can be left over."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        descriptor = os.memfd_create("roundelay")
-        try:
-            yield f"/proc/self/fd/{descriptor}"  # the forked workers have it too
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory(prefix="roundelay-", ignore_cleanup_errors=True) as folder:
-            yield str(Path(folder) / "store")
 
 
 class _Group(Protocol):
@@ -264,17 +185,12 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> dist.Work: ...
 
 
-class _Link:
-    """The state of the connection to one other worker."""
+class _Link(Link):
+    """The connection to one other worker."""
 
     def __init__(self, worker: int, listen: Callable[[_Link], None], watch: Callable[[_Link], None]) -> None:
-        self.worker = worker
-        self.lock = threading.Lock()  # a frame and the tensors that follow it are posted as one
+        super().__init__(worker)
         self.held: list[dist.Work] = []  # posted, not yet passed to the releaser
-        self.sealed = False  # nothing more may be posted
-        self.ended = False  # the other's END has come
-        self.acknowledged = False  # the other has received everything up to our END
-        self.lost = False  # the connection broke
         self.listener = threading.Thread(target=listen, args=(self,), daemon=True)
         self.watcher = threading.Thread(target=watch, args=(self,), daemon=True)
 
@@ -314,22 +230,10 @@ def _finish(head: wire.Head, frame: bytearray, source: int, group: _Group) -> Me
     if head.kind == wire.MESSAGE_APART:
         body = memoryview(bytearray(head.length))
         group.recv([_as_tensor(body)], source, _DATA_TAG).wait(FOREVER)
-    try:
-        message, apart = wire.decode(head, body)
-    except RuntimeError as fault:  # torch's allocator is out of memory
-        raise MemoryError(f"({str(fault).splitlines()[0]})") from fault
+    message, apart = decoded(head, body)
     for work in [group.recv([part], source, _DATA_TAG) for part in apart]:
         work.wait(FOREVER)
     return message
-
-
-def _no_room(worker: int, source: int, fault: MemoryError) -> UserCodeError:
-    return UserCodeError(
-        f"worker {worker}",
-        got=f"out of memory for a message from worker {source} {fault}",
-        expected="memory for what the others send",
-        remedy="Use smaller micro-batches, more workers, or a host with more memory for this one.",
-    )
 
 
 def _as_tensor(buffer: bytearray | memoryview) -> torch.Tensor:

@@ -186,6 +186,12 @@ def decode(head: Head, data: bytes | bytearray | memoryview, at: int = 0) -> tup
     return message, _apart(layout, tensors) if layout.apart else []
 
 
+def apart_bytes(head: Head, data: memoryview) -> int:
+    """Bytes of the tensors that follow the frame with body `data`. Raises as `decode` does."""
+    layout = layouts.read(bytes(data[: head.layout]), head.header)
+    return sum([tensor.nbytes for tensor in layout.tensors if tensor.apart])
+
+
 def _apart(layout: Layout, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that follow their frame."""
     return [t for t, described in zip(tensors, layout.tensors, strict=True) if described.apart]
