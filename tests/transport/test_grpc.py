@@ -283,7 +283,7 @@ def test_a_silent_worker_is_told_in_seconds_and_holds_up_no_close(tmp_path: Path
 def test_an_idle_stream_stays(tmp_path: Path) -> None:
     def wait(endpoint: GrpcEndpoint) -> None:
         with pytest.raises(DeadlineError):
-            endpoint.receive(4.0)
+            endpoint.receive(7.0)
         endpoint.close()
 
     start([wait, wait], tmp_path)

@@ -53,7 +53,7 @@ OPTIONS = {
     "grpc.http2.ping_timeout_ms": SILENT_MS,  # else a minute
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
-    "grpc.http2.min_recv_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
+    "grpc.http2.min_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
     "grpc.server_handshake_timeout_ms": 1000 * int(HELLO_S),
     "grpc.so_reuseport": 0,
     "grpc.enable_http_proxy": 0,
