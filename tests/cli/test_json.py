@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roundelay.observe.trace import Gap
+from roundelay.session.run_summary import terms_of
 from tests.cli.harness import MLP, here
 
 MAIN = "from roundelay.cli import main; main()"
@@ -31,3 +34,8 @@ def test_the_summary_of_a_run_has_them(capsys: pytest.CaptureFixture[str], workp
     for name in ("predicted", "measured"):
         assert {"compute", "update", "gathers"} <= told["terms"][name].keys(), name
     assert {"weights", "gradients", "states", "gathered", "peak_tensor_bytes", "predicted"} <= told["memory"][0].keys()
+
+
+def test_terms_are_not_told_where_clocks_differ() -> None:
+    nothing: Any = None
+    assert terms_of(nothing, nothing, [nothing], [Gap(0, "idle", 0.0, 1.0)]) == {}

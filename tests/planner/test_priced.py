@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from subprocess import run
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import roundelay
+from roundelay.ir.graph import Profile
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
+from roundelay.planner.cost_model import CostParameters, stage_costs
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import batch_s, priced
 from roundelay.planner.source import Hardware
 from roundelay.planning import collect_facts as collect_facts_module
+from roundelay.planning import make_plan
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined, hardware_here
+from roundelay.planning.stage_profiler import StageProfile
 
 #: prices what each line of standard input says, in a process that cannot import torch
 PRICER = """
@@ -305,3 +311,18 @@ def test_a_rule_that_does_not_drain_costs_its_slowest_stage_once_the_pipeline_is
     timed = [replace(one, forward_s=1.0, backward_s=2.0, update_s=0.0) for one in other.stages]
     drained = replace(other, stages=tuple(timed), read_s=0.0, **free)  # type: ignore[arg-type]
     assert batch_s(drained) == pytest.approx(12.0, rel=1e-3)
+
+
+def test_cuts_and_planned_stages_count_the_adding_up_of_gradients_too() -> None:
+    graph = facts_of(Perceptron, "fp32").graph
+    length = len(graph.ops) + 1
+    nothing, each = (0.0,) * length, (1.0,) * length
+    terms = CostParameters(micro_batches=2, latency_s=0.0, bytes_per_s=math.inf)
+    costs = stage_costs(graph, Profile(nothing, nothing, nothing, each), terms)
+    assert costs.compute_s(0, length) == pytest.approx(length / 2)
+    plan = priced(facts_of(Perceptron, "fp32"), Choices(workers=1, micro_batches=4), Hardware(2, 2)).plan
+    spec: Any = SimpleNamespace(stages=[SimpleNamespace(parameters=())])
+    for weights_s, own in ((0.0, (2.75, 0.0)), (1.0, (2.0, 1.75))):
+        measured = StageProfile(1.0, 2.0, weights_s, 0.5, 1.0, 0, 0)
+        (made,) = make_plan._stages(graph, plan, spec, [measured])
+        assert (made.backward_s, made.weights_s) == own

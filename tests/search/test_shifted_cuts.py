@@ -64,3 +64,15 @@ def test_cuts_that_are_given_stay_and_memory_is_kept(models: list[ModelFacts]) -
     assert held is not None
     assert after.best[0].memory is not None
     assert after.best[0].memory <= held
+
+
+def test_a_pipeline_that_was_only_the_best_of_its_kind_is_among_the_best_once_it_is_faster(
+    models: list[ModelFacts],
+) -> None:
+    for seed in range(6):
+        facts, machine, _ = drawn(models, seed)
+        task = Task(facts, machine, 2)
+        found = search(task, [Choices(rule="1f1b", workers=2, micro_batches=4, transport="memory", recompute="none")])
+        alone = replace(found.best[0], choices=replace(found.best[0].choices, cuts="as given"))
+        after = with_shifted_cuts(task, replace(found, best=(alone,)))
+        assert after.best[0].batch_s == with_shifted_cuts(task, found).best[0].batch_s, seed

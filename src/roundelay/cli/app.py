@@ -139,7 +139,6 @@ def plan(
     if search:
         check_search(job_file, choices, show)
         command = load("cli.search_command").search_command
-        finals = 0 if finals is None and choices.cluster is not None else finals
         command(job_file, choices, seed, output, finals=finals, allowed=allowed, as_json=as_json)
         return
     if finals is not None:

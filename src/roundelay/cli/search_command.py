@@ -12,7 +12,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.screen import announce, show_json, stderr, table
 from roundelay.cli.text_file import write_text
 from roundelay.errors import counted
-from roundelay.finals.search_plan import FINALS, Final, Searched, SearchPlan
+from roundelay.finals.search_plan import Final, Searched, SearchPlan
 from roundelay.planner.plan_options import DEADLINE_S, Choices
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.explain_plan import explain
@@ -53,7 +53,7 @@ def search_command(
         captured = capture(job, seed=seed, deadline_s=choices.deadline_s or DEADLINE_S)
         searching = SearchPlan(job, captured, choices, seed, tell, allowed=allowed)
         try:
-            searched = searching.run(FINALS if finals is None else finals)
+            searched = searching.run(finals)
         except KeyboardInterrupt:
             _write_best(searching.best, output)
             raise

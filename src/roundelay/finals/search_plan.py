@@ -144,8 +144,7 @@ def search_plan(
         raise UsageError("allow", got=got, expected="rules with numbers above 0", remedy="Correct it.")
     made = given_job(job, seed)
     captured = capture(made, seed=seed, deadline_s=own.deadline_s or DEADLINE_S)
-    usual = FINALS if own.cluster is None else 0
-    searched = SearchPlan(made, captured, own, seed, tell, allowed=allow).run(usual if finals is None else finals)
+    searched = SearchPlan(made, captured, own, seed, tell, allowed=allow).run(finals)
     with_warnings(searched.planned, stacklevel=3)
     return searched
 
@@ -244,12 +243,15 @@ class SearchPlan:
         #: the best so far, for who ends the search early
         self.best: Tried | None = None
 
-    def run(self, finals: int) -> Searched:
+    def run(self, finals: int | None = None) -> Searched:
         """Search, and run so many of the best and the best of each family; 0 trusts the predictions.
+
+        By default :data:`FINALS`; 0 for a cluster, whose workers are not here.
 
         Raises:
             PlanError: no choices that contain the given ones are a plan of this model, or fit the memory.
         """
+        finals = (FINALS if self._machine.cluster is None else 0) if finals is None else finals
         with self._phase("profile", "Looking for a profile of this machine ..."):
             profiles = profiles_of(self._given, self._machine, self._tell)
         with self._phase("facts", "Measuring the model's operations ..."):
