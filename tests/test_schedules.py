@@ -220,7 +220,7 @@ def test_no_data_no_actions(schedule: Schedule, place: tuple[int, int]) -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"'2f2b'.*gpipe, 1f1b, async-1f1b, interleaved-1f1b, zb-h1, zb-v"):
+    with pytest.raises(PlanError, match=r"'2f2b'.*gpipe, 1f1b, async-1f1b, free, interleaved-1f1b, zb-h1, zb-v"):
         schedule_named("2f2b")
 
 

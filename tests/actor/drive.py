@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
-from roundelay.actor.machine import Machine, Run
+from roundelay.actor.machine import Run
+from roundelay.actor.machines import machine_for
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.lower.emit import emit
@@ -33,7 +34,7 @@ class World:
 
     def __init__(self, plan: Plan, headers: Sequence[MicroBatch], lost: Sequence[Queue] = ()) -> None:
         programs = emit(read(plan))
-        self.machines = [Machine(program, headers[0].g, headers[0].batch) for program in programs]
+        self.machines = [machine_for(program, headers[0].g, headers[0].batch) for program in programs]
         self.channels = {c.id: c for program in programs for c in program.channels}
         self.headers = [{header.g: header for header in headers} for _ in programs]
         self.boxed: dict[tuple[int, int], int] = {}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundelay.actor.machine import Machine, Run
+from roundelay.actor.loop import LoopMachine
+from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rule_named
@@ -244,7 +245,7 @@ def test_a_missing_message_stops_the_consumer_who_says_which() -> None:
 
 
 def test_all_that_is_lacking_is_named() -> None:
-    middle = Machine(emit(read(plan_of("1f1b", 3, 4, slots=1)))[1])
+    middle = LoopMachine(emit(read(plan_of("1f1b", 3, 4, slots=1)))[1])
     middle.credits[2] = 0
     assert middle.fire() is None
     assert (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundelay.actor.machine import Machine
+from roundelay.actor.loop import LoopMachine
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import stream
 from roundelay.ir.program import Program
@@ -15,12 +15,12 @@ from tests.lower.plans import plan_of
 HEADERS = stream([1, 1])
 
 
-def second_of_two() -> Machine:
+def second_of_two() -> LoopMachine:
     """The last stage of two, one slot to a channel, M = 1; channel 0 comes in, channel 1 goes out."""
-    return Machine(emit(read(plan_of("pipedream", 2, 1, slots=1)))[1])
+    return LoopMachine(emit(read(plan_of("pipedream", 2, 1, slots=1)))[1])
 
 
-def fired(machine: Machine) -> str:
+def fired(machine: LoopMachine) -> str:
     """What it fires, as text; empty for nothing."""
     run = machine.fire()
     return "" if run is None else str(run)
@@ -74,7 +74,7 @@ def test_the_machine_says_whether_a_free_slot_is_what_it_lacks() -> None:
 
 
 def test_the_first_stage_learns_of_a_micro_batch_by_reading_it() -> None:
-    machine = Machine(emit(read(plan_of("1f1b", 1, 2)))[0])
+    machine = LoopMachine(emit(read(plan_of("1f1b", 1, 2)))[0])
     header = stream([2])[0]
     assert fired(machine) == "read g=0 stage=0 version=0"
     machine.finish(header)
@@ -100,7 +100,7 @@ def test_what_is_done_with_is_forgotten() -> None:
 
 
 def test_a_message_beyond_the_slots_is_a_broken_law() -> None:
-    machine = Machine(emit(read(plan_of("pipedream", 3, 1, slots=2)))[1])
+    machine = LoopMachine(emit(read(plan_of("pipedream", 3, 1, slots=2)))[1])
     machine.credits[2] = 0  # so that nothing is taken
     assert machine.fire() is None
     for header in stream([1] * 2):
@@ -158,7 +158,7 @@ def test_a_grant_that_cannot_be_is_a_broken_law(channel: int) -> None:
 
 def test_machines_of_a_printed_program_do_the_same() -> None:
     programs = emit(read(plan_of("pipeoptim", 1, 2)))
-    first, second = Machine(programs[0]), Machine(Program.parse(str(programs[0])))
+    first, second = LoopMachine(programs[0]), LoopMachine(Program.parse(str(programs[0])))
     assert fired(first) == fired(second) != ""
 
 
@@ -182,7 +182,7 @@ body
 
 
 def test_a_dealt_slot_is_counted_at_the_target_whose_turn_it_is() -> None:
-    machine, headers = Machine(Program.parse(DEALER)), stream([4])
+    machine, headers = LoopMachine(Program.parse(DEALER)), stream([4])
     for header in headers[:2]:
         machine._know(header)
         assert machine.fire() is not None
@@ -199,7 +199,7 @@ def test_a_dealt_slot_is_counted_at_the_target_whose_turn_it_is() -> None:
 
 
 def test_senders_of_a_dealt_channel_may_overtake_each_other() -> None:
-    machine, headers = Machine(Program.parse(TAKER)), stream([4])
+    machine, headers = LoopMachine(Program.parse(TAKER)), stream([4])
     machine.arrive(0, headers[1])
     assert machine.fire() is None
     assert "message 0 on channel 0" in machine.waits_for()

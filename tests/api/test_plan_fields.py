@@ -128,6 +128,16 @@ def peaks(changes: dict[str, Any]) -> tuple[int, dict[int, int], int]:
     return workers[0].tape_bytes_peak, workers[1].unread_peak, workers[1].unread_bytes_peak
 
 
+def runs_ahead() -> bool:
+    """Where the order is free, so many forwards of stage 0 wait for their backward."""
+    plan = edited({"rule": "ravnest", "predictor": "none", "edges.slots": 9, "stages.tape_bytes": 5})
+    plans = [
+        dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, in_flight=most) for s in plan.stages))
+        for most in (2, 4)
+    ]
+    return [roundelay.simulate(one, batches=9).workers[0].tape_bytes_peak for one in plans] == [10, 20]
+
+
 def owes() -> bool:
     """Under a rule of two halves, stage 0 holds at most all tapes, or all but one and what one backward owes."""
     halved = {"rule": "zb-h1", "predictor": "none", "micro_batches": 6, "stages.tape_bytes": 5}
@@ -350,7 +360,7 @@ def computes_on_two_threads() -> bool:
 
 
 ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
-    "format": lambda _: refused({"format": 13}),
+    "format": lambda _: refused({"format": 14}),
     "model": lambda _: refused({"model": "0" * 24}),
     "layout": lambda _: refused({"layout": "none"}) and refused({"layout": "dp"}),
     "rule": lambda _: trains_otherwise({"rule": "1f1b", "predictor": "none"}) and refused({"rule": "none"}),
@@ -388,6 +398,7 @@ ACTS: dict[str, Callable[[pytest.CaptureFixture[str]], bool]] = {
     "stages.backward_s": lambda _: slower({"stages.backward_s": 0.02}),
     "stages.weights_s": lambda _: slower({"stages.weights_s": 0.02}),
     "stages.owed_bytes": lambda _: owes(),
+    "stages.in_flight": lambda _: runs_ahead() and refused({"stages.in_flight": 2}),
     "stages.update_s": lambda _: slower({"stages.update_s": 0.02}),
     "stages.parameter_bytes": shows_weights,
     "stages.tape_bytes": lambda _: peaks({"stages.tape_bytes": 7})[0] == 3 * 7,  # D - k forwards in flight

@@ -36,6 +36,7 @@ def test_the_built_in_rules_are_those_of_the_table() -> None:
         "zb-v": ("zb-v", False, "forward"),
         "pipedream": ("async-1f1b", False, "forward"),
         "pipeoptim": ("async-1f1b", True, "forward"),  # stash is its default too
+        "ravnest": ("free", False, "forward"),
         "pipedream-vertical": ("async-1f1b", False, "forward"),
         "pipedream-2bw": ("async-1f1b", False, "forward"),
         "cdp-v1": ("async-1f1b", False, "forward"),
@@ -108,7 +109,7 @@ def test_a_rule_without_modes_or_with_unknown_ones_is_refused(modes: tuple[str, 
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, zb-h1, zb-v, pipedream, pipedream-vertical"):
+    with pytest.raises(PlanError, match=r"'gpip'.*gpipe, 1f1b, zb-h1, zb-v, pipedream, ravnest, pipedream-vertical"):
         rule_named("gpip")
 
 

@@ -66,6 +66,8 @@ def plan_of(
     """A plan with f = 1 s, b = 2 s, free updates and free messages; ``changes`` are further fields of the plan."""
     neighbours = [edge_of(k, k + 1, slots=slots) for k in range(num_stages - 1)]
     home = place_of(rule, num_stages)
+    free = schedule_named(rule_named(rule).schedule).free
+    ahead = [*range(num_stages + 1, 2, -1), 1] if free else [0] * num_stages
     fields: dict[str, Any] = {
         "format": FORMAT,
         "model": "a model",
@@ -97,7 +99,8 @@ def plan_of(
         "input_bytes": 0,
         "workers": tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),
         "stages": tuple(
-            StagePlan(workers=(f"w{home[k]}",), segments=(f"end_{k}",), **STAGE) for k in range(num_stages)
+            StagePlan(workers=(f"w{home[k]}",), segments=(f"end_{k}",), in_flight=ahead[k], **STAGE)
+            for k in range(num_stages)
         ),
         "edges": tuple(sorted([*neighbours, *skips], key=lambda edge: (edge.source, edge.target))),
         "exchanges": (),

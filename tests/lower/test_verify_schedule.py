@@ -189,7 +189,7 @@ def test_a_version_other_than_the_rule_s_is_refused_with_its_micro_batch(rule: s
 
 @FEW
 @given(
-    st.sampled_from([schedule for schedule in SCHEDULES.values() if schedule.stages_per_worker == 1]),
+    st.sampled_from([s for s in SCHEDULES.values() if s.stages_per_worker == 1 and not s.free]),
     st.integers(1, 6).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))),
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
 )

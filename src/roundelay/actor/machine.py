@@ -2,8 +2,8 @@
 
 A driver (the runtime's worker with a transport, or the simulator with a virtual clock) reports events to it and gets
 the next instruction from it. An instruction fires when the messages that it takes have arrived and the channels that it
-gives to have a free slot; until :meth:`Machine.finish` nothing else fires. Order and versions depend only on the
-program and the micro-batches, never on timing.
+gives to have a free slot; until :meth:`Machine.finish` nothing else fires. What comes next is for the order of the
+program to say: :class:`roundelay.actor.loop.LoopMachine`, or :class:`roundelay.actor.free.FreeMachine`.
 
 ::
 
@@ -19,6 +19,7 @@ channel between two stages of this worker, the driver calls ``arrive`` and ``gra
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from functools import cache
@@ -28,7 +29,7 @@ from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import ENTRY, KEPT, PREVIOUS, STATES, SUMS, Channel, Instruction, Program
 
-_UNKNOWN = sys.maxsize
+UNKNOWN = sys.maxsize
 """The last micro-batch of a window, until a header marks it as the last."""
 
 
@@ -71,8 +72,7 @@ class Run(NamedTuple):
         return " ".join(words)
 
 
-@final
-class Machine:
+class Machine(ABC):
     """Executes one program.
 
     Args:
@@ -110,13 +110,7 @@ class Machine:
         self._ends: dict[int, MicroBatch] = {}  # in a window of slots: of batches, by their last micro-batch
         self._first_version = 0 if in_flight is not None else first_version  # the oldest that a forward can read
         self._redone = dict(in_flight or {})
-        within = {c.id: c.within for c in program.channels}
-        self._lines = [(i, *_bounds(i, within)) for i in program.body]  # with how far beyond the window each acts
-        self._first_turn = -(max(i.offset - first for i, first, _ in self._lines) // program.every)
-        self._least_offset = min(i.offset - last for i, _, last in self._lines)
-        self._first, self._last = first_g, _UNKNOWN  # micro-batches of the window
-        self._origin = first_g - first_g % program.every if program.over == "slots" else first_g  # offsets count from
-        self._turn, self._line = self._first_turn, 0
+        self._first, self._last = first_g, UNKNOWN  # micro-batches of the window
         self._running: Run | None = None
         self.halted = False
         #: forwards whose backward has not run yet
@@ -163,54 +157,16 @@ class Machine:
         elif opcode == "update":
             self.versions[run.stage] += 1
 
+    @abstractmethod
     def fire(self) -> Run | None:
         """Start the next instruction and return it; None while one is running or none can run.
 
-        A line is skipped if its micro-batch lies outside of the window, or if it acts once a batch and no batch ends
-        there. After the last instruction the machine is :attr:`halted`.
+        After the last instruction the machine is :attr:`halted`.
         """
-        self.wants_credit = False
-        if self._running is not None or self.halted:
-            return None
-        while True:
-            if self._line == len(self._lines) and not self._next_turn():
-                self.halted = True
-                return None
-            instruction, first, last = self._lines[self._line]
-            g = self._number(instruction)
-            if not self._first + first <= g <= self._last + last or (
-                instruction.once_a_batch and not self._ends_batch(g)
-            ):
-                self._line += 1
-                continue
-            for channel in instruction.takes:
-                if not self._holds(channel, g):
-                    return None
-            for channel in instruction.gives:
-                if not self.credits[self._credit(channel, g)]:
-                    self.wants_credit = True
-                    return None
-            self._running = self._start(instruction, g)
-            self._line += 1
-            return self._running
 
-    def _next_turn(self) -> bool:
-        """Begin the next turn of the loop, or the first one of the next window; False when the run is over."""
-        self._turn, self._line = self._turn + 1, 0
-        oldest = self._origin + self._turn * self.program.every + self._least_offset  # on which a line still acts
-        over = oldest > self._last
-        final = over and bool((self._ends.get(self._last) or self._headers[self._last]).final)
-        for g in range(max(self._first, oldest - self.program.every), min(oldest, self._last + 1)):
-            self._headers.pop(g, None)
-            self._ends.pop(g, None)
-        if over:
-            self._first, self._last, self._turn = self._last + 1, _UNKNOWN, self._first_turn
-            self._origin = self._first
-        return not final
-
-    def _number(self, instruction: Instruction) -> int:
-        """The micro-batch on which an instruction acts in this turn."""
-        return self._origin + self._turn * self.program.every + instruction.offset
+    @abstractmethod
+    def waits_for(self) -> str:
+        """Describe what the machine waits for, for error messages."""
 
     def _ends_batch(self, g: int) -> bool:
         """Whether a micro-batch is the last of its batch."""
@@ -241,17 +197,17 @@ class Machine:
         """Updates that the weights of every stage of this worker have seen."""
         return min(self.versions.values())
 
-    def waits_for(self) -> str:
-        """Describe what the machine waits for, for error messages."""
-        if self._running is not None:
-            return f"{_described(self._running.instruction, self._running.g)} is running"
-        if self.halted or self._line == len(self._lines):
-            return "the program has ended" if self.halted else "the next turn of its loop is due"
-        instruction = self.program.body[self._line]
-        g = self._number(instruction)
+    def _missing(self, instruction: Instruction, g: int) -> list[str]:
+        """Describe what an instruction waits for."""
         missing = [f"message {g} on channel {c}" for c in instruction.takes if not self._holds(c, g)]
-        missing += [f"a free slot of channel {c}" for c in instruction.gives if not self.credits[self._credit(c, g)]]
-        return f"{_described(instruction, g)} waits for {', '.join(missing) or 'nothing'}"
+        full = [c for c in instruction.gives if not self.credits[self._credit(c, g)]]
+        return missing + [f"a free slot of channel {c}" for c in full]
+
+    def _running_text(self) -> str:
+        """Describe the running instruction, or the end of the program; empty if neither."""
+        if self._running is not None:
+            return f"{described(self._running.instruction, self._running.g)} is running"
+        return "the program has ended" if self.halted else ""
 
     def _start(self, instruction: Instruction, g: int) -> Run:
         """Take the messages and slots of an instruction that fires, and determine its version and distance."""
@@ -312,12 +268,6 @@ class Machine:
         )
 
 
-def _bounds(instruction: Instruction, within: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """How far beyond the first and the last micro-batch of the window an instruction acts: as far as its channels."""
-    beyond = [within[channel] for channel in (*instruction.takes, *instruction.gives)] or [(0, 0)]
-    return beyond[0]
-
-
 def _first_credits(channel: Channel, worker: int, first_g: int) -> dict[int | tuple[int, int], int]:
     """The slots that one of the sources of a dealt channel may fill before any is granted, by target."""
     credits: dict[int | tuple[int, int], int] = {}
@@ -328,7 +278,7 @@ def _first_credits(channel: Channel, worker: int, first_g: int) -> dict[int | tu
     return credits
 
 
-def _described(instruction: Instruction, g: int) -> str:
+def described(instruction: Instruction, g: int) -> str:
     """Describe an instruction and what it acts on, for error messages."""
     return f"{instruction.opcode} of micro-batch {g} on stage {instruction.stage}"
 

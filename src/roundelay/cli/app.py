@@ -38,7 +38,7 @@ from roundelay.cli.output_streams import lost
 from roundelay.cli.screen import only_json, show_error, stderr
 from roundelay.cli.signals import SIGNALS
 from roundelay.cli.table_command import table_command
-from roundelay.cli.verify_options import VerifyOptions
+from roundelay.cli.verify_options import VerifyOptions, check_window
 from roundelay.errors import InternalError, RoundelayError, UsageError
 from roundelay.planner.plan_options import Choices
 from roundelay.proof.tamper_ways import check_tamper
@@ -169,6 +169,8 @@ def simulate(
 def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_json: o.Json = False) -> int:
     """Verify a run bit by bit: the captured job against plain PyTorch, and the run against a one-process reference.
 
+    With --trace no new run is made: what one by rule ravnest has written down is replayed.
+
     Exit code 0: all is proved; 1: there is a difference; 3: something could not be compared. Under a launcher all its
     processes end with it.
     """
@@ -176,6 +178,9 @@ def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_jso
     check_lengths(options.steps, options.epochs)
     o.refuse_nccl("verify", choices.transport)
     check_tamper(options.tamper)
+    if options.trace is not None:
+        return int(load("cli.trace_command").verify_trace(job_file, choices, options, options.trace, as_json=as_json))
+    check_window(options)
     check_choices(job_file, choices, planned=planned)
     command = load("cli.verify_command")
     process_group, choices = load("cli.launched_choices").joined(choices, 0, planned=planned)

@@ -89,6 +89,9 @@ def verification_json(plan: Plan, result: Verification) -> dict[str, Any]:
         "rule": plan.rule,
         "transport": plan.transport,
         "reference": {"pid": result.reference_pid, "bytes_received": 0},
+        "letters": result.letters,
+        "digests": result.digests,
+        "digests_that_differ": result.odd_digests,
         "workers": [_worker(k, data) for k, data in sorted(result.workers.items())],
     }
 
@@ -97,6 +100,12 @@ def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
     received = sum(data["bytes_received"].values())
     process = {"pid": data["pid"], "thread": data["thread"], "threads": data["threads"]}
     return {"worker": number, **process, "bytes_received": received}
+
+
+def replay_line(letters: int, digests: int, differing: int) -> str:
+    """What the replay of a free order has found."""
+    equal = "trace != replay" if differing else "trace = replay: bit-equal"
+    return f"{equal}: {letters:,} letters, {differing} of {digests} digests differ"
 
 
 def show_verification(plan: Plan, result: Verification) -> None:
@@ -113,6 +122,8 @@ def show_verification(plan: Plan, result: Verification) -> None:
         stdout.print(str(result.fidelity), markup=False)
         if result.fidelity.mesh:
             stdout.print(f"mesh = no mesh: equal but for rounding: {result.fidelity.mesh}", markup=False)
+    if result.letters:
+        stdout.print(replay_line(result.letters, result.digests, result.odd_digests), markup=False)
     compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
     odd = result.nondeterministic
     if not result.difference:

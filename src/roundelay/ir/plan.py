@@ -25,7 +25,7 @@ from roundelay.ir.sbp import Signature
 from roundelay.ir.sbp import parse as parse_signature
 from roundelay.ir.typed_text import Count, Number, Parsers, convert, toml_line
 
-FORMAT = 12
+FORMAT = 13
 
 _SINCE: dict[int, dict[str, Any]] = {
     7: {"deterministic": False},
@@ -34,6 +34,7 @@ _SINCE: dict[int, dict[str, Any]] = {
     10: {"shards": 0},
     11: {"instruction_s": 0.0, "exchanges": {"seconds": 0.0, "busy_s": 0.0}},
     12: {"workers": {"speed": 1.0}, "edges": {"latency_s": 0.0, "bytes_per_s": 0.0}},
+    13: {"stages": {"in_flight": 0}},
 }
 """Format to the fields that it has added, with what plans of the format before say by leaving them out; those of a row
 of a table under the table's name."""
@@ -83,6 +84,7 @@ class StagePlan:
         parameter_bytes: bytes of its weights.
         tape_bytes: bytes that one forward leaves for its backward.
         owed_bytes: bytes that the first half of a backward leaves for the second; 0 where it is whole.
+        in_flight: forwards that may wait for their backward, where the order is free; 0 where the schedule says it.
     """
 
     workers: tuple[str, ...]
@@ -94,6 +96,7 @@ class StagePlan:
     parameter_bytes: Count
     tape_bytes: Count
     owed_bytes: Count
+    in_flight: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,9 @@ another is in use, and stops where no register is free. ``read`` takes the next 
 A worker with several stages takes turns among them: its body is long, and ``every`` says how many micro-batches it
 covers. ``zb-v`` writes a whole batch out (``every M over batch``).
 
+``loop free over run`` has no order: a forward with what precedes it runs when it can, and so does a backward with what
+follows it, gradients first (:mod:`roundelay.actor.free`). Its ``tapes`` are the forwards that may be in flight.
+
 A channel joins *ports*, each a stage on a worker: ``channel 0 forward 0.0>1.1`` goes from stage 0 on worker 0 to
 stage 1 on worker 1. Where several workers hold a stage, an *exchange* is a channel from all of its ports to all::
 
@@ -317,7 +320,7 @@ class Program:
     Args:
         worker: its number.
         num_workers: of how many.
-        every: micro-batches from one turn of the loop to the next.
+        every: micro-batches from one turn of the loop to the next; 0 where the order is free.
         over: the window: ``batch``, ``run`` or ``slots``.
         tapes: forwards that may wait for their backward at one time.
         owed: backwards that may wait for their weight half at one time; 0 where a backward is whole.
@@ -344,12 +347,20 @@ class Program:
         return tuple(sorted({instruction.stage for instruction in self.body}))
 
     @property
+    def free(self) -> bool:
+        """Whether the order is not the program's, but that in which things become possible."""
+        return not self.every
+
+    @property
     def halved(self) -> bool:
         """Whether its backwards run in two halves."""
         return any(instruction.opcode == "backward-weight" for instruction in self.body)
 
     def __str__(self) -> str:
-        lines = [f"worker {self.worker} of {self.num_workers}", f"loop every {self.every} over {self.over}"]
+        lines = [
+            f"worker {self.worker} of {self.num_workers}",
+            f"loop {f'every {self.every}' if self.every else 'free'} over {self.over}",
+        ]
         counts = {"tapes": self.tapes, "owed": self.owed, "registers": self.registers}
         lines += [f"{name} {count}" for name, count in counts.items() if count]
         lines += [f"holds {','.join(map(str, self.holds))}"] if self.holds else []
@@ -382,7 +393,7 @@ class Program:
         program = Program(
             worker=int(heads["worker"][0]),
             num_workers=int(heads["worker"][1]),
-            every=int(heads["loop"][0]),
+            every=int(heads["loop"][0] or 0),
             over=heads["loop"][1],  # type: ignore[arg-type]
             tapes=int(heads["tapes"][0]),
             owed=int(heads["owed"][0]),
@@ -399,7 +410,7 @@ class Program:
 
 _HEADS = {
     "worker": re.compile(r"worker (\d+) of (\d+)"),
-    "loop": re.compile(r"loop every ([1-9]\d*) over (batch|run|slots)"),
+    "loop": re.compile(r"loop (?:every ([1-9]\d*)|free) over (batch|run|slots)"),
     "tapes": re.compile(r"tapes (\d+)"),
     "owed": re.compile(r"owed (\d+)"),
     "registers": re.compile(r"registers (\d+)"),

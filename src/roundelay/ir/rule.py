@@ -7,6 +7,7 @@ rule                   forward             backward             source
 ``zb-h1``              W[t]                W[t]                 Zero bubble, H1: 1F1B with backwards in two halves
 ``zb-v``               W[t]                W[t]                 Zero bubble, V: the same, with two stages per worker
 ``pipedream``          W[U]                the forward's        PipeDream: weight stashing
+``ravnest``            W[U]                the forward's        Ravnest: no order, what can run does (Algorithm 1)
 ``pipedream-vertical`` W[U(0, g)]          the forward's        PipeDream with vertical sync
 ``pipedream-2bw``      W[t-1]              the forward's        PipeDream-2BW: two versions
 ``cdp-v1``             W[t-1]              the forward's        Cyclic Data Parallelism, rule 1
@@ -18,7 +19,8 @@ rule                   forward             backward             source
 ``rehearse``           P(W[U], s)          W[t]                 predicts with the gradients that the batch has summed
 =====================  ==================  ===================  ======================================================
 
-``gpipe``, ``1f1b``, ``zb-h1`` and ``zb-v`` run on the schedules of the same names, all others on ``async-1f1b``.
+``gpipe``, ``1f1b``, ``zb-h1`` and ``zb-v`` run on the schedules of the same names, ``ravnest`` on ``free``, all others
+on ``async-1f1b``.
 U = U(k, g) is the number of updates done when stage k runs the forward of micro-batch g, t the number of g's batch, s
 the number of updates that the prediction looks ahead (:data:`DISTANCES`). The mode ``stash`` recomputes no forward and
 is the only one whose backward is the derivative of the forward that ran; ``recompute`` and ``mixed`` hold fewer weight
@@ -158,6 +160,7 @@ _BUILT_IN = (
     _rule("zb-h1", "Zero Bubble Pipeline Parallelism (2023), ZB-H1", schedule="zb-h1", stashes=False, modes=MODES),
     _rule("zb-v", "Zero Bubble Pipeline Parallelism (2023), ZB-V", schedule="zb-v", stashes=False, modes=MODES),
     _rule("pipedream", "PipeDream (2019)"),
+    _rule("ravnest", "Ravnest (2024), Algorithm 1", schedule="free"),
     _rule("pipedream-vertical", "PipeDream (2019), vertical sync", versions="entry"),
     _rule("pipedream-2bw", "PipeDream-2BW (2021)", versions="table", fresh=_previous),
     _rule("cdp-v1", "Cyclic Data Parallelism (2024), CDP-v1", versions="table", fresh=_previous),

@@ -86,9 +86,11 @@ def _program(reading: Reading, worker: int, homes: Sequence[Home], channels: tup
     return Program(
         worker=worker,
         num_workers=plan.num_workers,
-        every=body.every,
+        every=0 if schedule.free else body.every,
         over=schedule.window,
-        tapes=body.peak(schedule.window, plan.micro_batches, "F", "B"),
+        tapes=plan.stages[stages[0]].in_flight
+        if schedule.free
+        else body.peak(schedule.window, plan.micro_batches, "F", "B"),
         owed=body.peak(schedule.window, plan.micro_batches, "B", "W") if schedule.halved else 0,
         registers=REGISTERS if worker == plan.worker_of(0) else 0,
         channels=channels,

@@ -58,8 +58,9 @@ def priced_bytes(reading: Reading, programs: Sequence[Program], batches: int) ->
 def _times(program: Program, line: Instruction, size: int, batches: int) -> int:
     """How often a line acts in so many batches of that size."""
     window, windows = (size, batches) if program.over == "batch" else (size * batches, 1)
+    every = program.every or 1
     if not line.once_a_batch:
-        return windows * len(range(line.offset % program.every, window, program.every))
-    ends = range(size - 1, size - 1 + size * program.every, size)
-    first = next((g for g in ends if (g - line.offset) % program.every == 0), window)
-    return windows * len(range(first, window, math.lcm(size, program.every)))
+        return windows * len(range(line.offset % every, window, every))
+    ends = range(size - 1, size - 1 + size * every, size)
+    first = next((g for g in ends if (g - line.offset) % every == 0), window)
+    return windows * len(range(first, window, math.lcm(size, every)))

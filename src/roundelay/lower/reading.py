@@ -41,6 +41,11 @@ class Reading:
         return self.schedule.window == "batch"
 
     @property
+    def free(self) -> bool:
+        """Whether the order is not the schedule's, but that in which things become possible."""
+        return self.schedule.free
+
+    @property
     def slotted(self) -> bool:
         """Whether each batch has all micro-batches, some perhaps without rows."""
         return self.schedule.window == "slots"

@@ -38,6 +38,7 @@ def check_plan(plan: Plan) -> Reading:
     check_workers(reading)
     check_devices(plan, reading.transport)
     _check_threads(plan)
+    _check_in_flight(reading)
     _check_edges(plan)
     for k, worker in enumerate(plan.workers):
         _above_zero(f"workers[{k}].speed", worker.speed)
@@ -59,6 +60,8 @@ def check_settings(reading: Reading) -> None:
     _one_of("layout", plan.layout, (PIPELINE, *LAYOUTS), "how micro-batches and stages lie on workers")
     check_layout(reading)
     _check_recompute(plan)
+    if reading.free:
+        _check_free(plan)
     _check_clip(reading)
     check_precision(plan)
     _check_loss_scale(plan)
@@ -114,6 +117,36 @@ def _check_recompute(plan: Plan) -> None:
             expected="no module: that mode recomputes every stage as a whole",
             remedy="Remove --recompute, or choose another mode with --backward if the rule has one.",
         )
+
+
+def _check_free(plan: Plan) -> None:
+    """Check what a free order can be combined with: what needs no other worker's batch at a certain time."""
+    refused = {
+        "replicas": (plan.replicas > 1, plan.replicas, "1: replicas exchange gradients of a batch in one order"),
+        "mesh": (plan.mesh_size > 1, plan.arrangement, "none: its workers exchange values in one order"),
+        "clip": (plan.clip.whole, plan.clip, "none or stage:NORM: no other norm is known at a certain time"),
+        "precision": (plan.loss_scale.on, plan.precision, "fp32 or bf16: a loss scale is one of all stages"),
+    }
+    for name, (wrong, got, expected) in refused.items():
+        if wrong:
+            raise PlanError(
+                f"{name} of the plan, with rule {plan.rule!r}, which has no order",
+                got=str(got),
+                expected=expected,
+                remedy="Change that, or choose a rule with an order, such as pipedream.",
+            )
+
+
+def _check_in_flight(reading: Reading) -> None:
+    """Check that each stage says how many forwards may be in flight, if and only if the order is free."""
+    for k, stage in enumerate(reading.plan.stages):
+        if reading.free != bool(stage.in_flight):
+            raise PlanError(
+                f"stages[{k}].in_flight of the plan, with rule {reading.plan.rule!r}",
+                got=str(stage.in_flight),
+                expected="at least 1: so many forwards may be in flight" if reading.free else "0: the schedule says it",
+                remedy="Correct the plan, or write a new one with `roundelay plan`.",
+            )
 
 
 def _check_halves(plan: Plan) -> None:

@@ -25,6 +25,7 @@ from roundelay.planner.choose_cuts import MEASURED, Cut, Stages, cut, cut_by_nam
 from roundelay.planner.choose_micro_batches import choose_micro_batches
 from roundelay.planner.choose_recompute import choose_modules
 from roundelay.planner.draft_plan import PLAIN, TENSOR, default_rule, draft_plan
+from roundelay.planner.free_order import with_capacities
 from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import ModelOnMesh, residences_of, tensor_parallel, without_residences
@@ -262,12 +263,13 @@ def laid_by(plan: Plan) -> Hashable:
 def with_messages(draft: Plan, laid: LaidGraph, stages: Partition) -> Plan:
     """The draft with what its stages send each other, and what their holders exchange."""
     reading, graph = read(draft), laid.graph
-    return replace(
+    plan = replace(
         draft,
         input_bytes=message_bytes(graph, (*graph.inputs, *graph.batch), draft.batch_parts),
         edges=tuple(_edge(graph, edge, reading) for edge in stages.edges),
         exchanges=plan_exchanges(laid, stages, reading),
     )
+    return with_capacities(plan)
 
 
 def _unmeasured(stages: Stages, owners: Sequence[Sequence[str]]) -> tuple[StagePlan, ...]:

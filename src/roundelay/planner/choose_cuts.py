@@ -169,6 +169,8 @@ def held_by_stage(source: Source, draft: Plan, costs: StageCosts, num_stages: in
         owned[i + 1] += 2 * graph.parameters[name].num_bytes + states.get(name, 0)
     up_to = [*accumulate(owned)]
     tapes = [schedule.body((k,), num_stages, size).peak(schedule.window, size, "F", "B") for k in range(num_stages)]
+    if schedule.free:  # and one more, but on the last stage
+        tapes = [*range(num_stages + 1, 2, -1), 1]
 
     def held(stage: int, start: int, stop: int) -> int:
         messages = (costs.bytes_in(start, stop) + costs.bytes_out(start, stop)) // costs.sample_micro_batches

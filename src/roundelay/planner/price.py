@@ -18,6 +18,7 @@ from roundelay.planner.check_given import check_given
 from roundelay.planner.choose_recompute import recomputed_positions
 from roundelay.planner.cost_model import boundaries_of
 from roundelay.planner.costs import DIGITS, over_links, slower, with_costs
+from roundelay.planner.free_order import with_capacities
 from roundelay.planner.kept_bytes import KeptBytes, SavedStorages, again_in, kept_bytes, made_again, on_a_worker
 from roundelay.planner.machine_profile import MachineProfile
 from roundelay.planner.model_facts import ModelFacts
@@ -77,6 +78,7 @@ def priced(facts: ModelFacts, choices: Choices, machine: Hardware, profile: Mach
         exchanges=plan_exchanges(laid, made.stages, reading, unused) if any(unused) else made.plan.exchanges,
     )
     plan = over_links(plan if profile is None else with_costs(plan, profile), machine.cluster)
+    plan = with_capacities(plan)
     held = None if facts.state_bytes is None else tuple([_held(facts, laid, plan, s) for s in made.stages.stages])
     return Priced(plan, batch_s(plan), held, _again(facts, plan, laid.graph, made.stages.stages))
 

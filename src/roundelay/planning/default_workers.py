@@ -52,12 +52,18 @@ def _timed(plan: Plan, seconds: float) -> str:
     return f"{workers}: {seconds * 1e3:.3g} ms a batch"
 
 
+def most_crossed(plan: Plan) -> int:
+    """Most updates between a forward and its backward on stage 0, of a rule that never flushes."""
+    in_flight = plan.stages[0].in_flight or plan.num_stages
+    return -(-(in_flight - 1) // plan.micro_batches)
+
+
 def staleness(plan: Plan) -> str:
     """How old the weights are that a rule reads, in words; empty where each batch reads the newest."""
     rule = rule_named(plan.rule)
     if schedule_named(rule.schedule).window == "batch" and rule.versions != "table":
         return ""
-    updates = 1 if rule.versions == "table" else -(-(plan.num_stages - 1) // plan.micro_batches)
+    updates = 1 if rule.versions == "table" else most_crossed(plan)
     if not updates or (plan.num_stages == 1 and plan.layout == PIPELINE):
         return ""
     ahead = ", and predicts newer ones from them" if rule.predicts else ""

@@ -13,7 +13,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import UpdateRule, rule_named
 from roundelay.lower.boxed_graph import BOX
 from roundelay.lower.validate_plan import HALF
-from roundelay.planning.default_workers import staleness
+from roundelay.planning.default_workers import most_crossed, staleness
 from roundelay.planning.on_mesh import on_mesh
 from roundelay.schedules import schedule_named
 
@@ -102,7 +102,7 @@ FAR = 7
 
 def _staleness_warning(plan: Plan, rule: UpdateRule) -> str:
     """A warning if stage 0 reads weights so stale that training was seen to fail; else empty."""
-    crossed = -(-(plan.num_stages - 1) // plan.micro_batches)
+    crossed = most_crossed(plan)
     if schedule_named(rule.schedule).window == "batch" or rule.versions == "table" or crossed < FAR:
         return ""
     return (

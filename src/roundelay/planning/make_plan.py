@@ -20,6 +20,7 @@ from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.candidate import Asked, Candidate, Draft, candidate, drafted
 from roundelay.planner.choose_micro_batches import MicroBatchChoice, choose_micro_batches
 from roundelay.planner.costs import DIGITS, over_links
+from roundelay.planner.free_order import with_capacities
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
@@ -110,7 +111,8 @@ def measured_plan(request: PlanRequest, draft: Draft) -> Planned:
     made = candidate(request.source, request.asked, draft)
     result, savings = _measure(request.source, made, requested=request.asked.choices.recompute is not None)
     cluster, limit = request.asked.machine.cluster, request.asked.choices.memory_limit
-    result = over_links(result, cluster)
+    result = with_capacities(over_links(result, cluster))
+    prove(result)
     if limit is not None or cluster is not None:
         check_memory(request.source, result, limit, cluster)
     return Planned(result, (*made.notices, *made.reasons, *savings), made.notices, made.warnings)
@@ -138,7 +140,6 @@ def _measure(source: Examined, made: Candidate, *, requested: bool) -> tuple[Pla
         read_s=round(read_s, DIGITS),
         exchanges=plan_exchanges(made.laid, stages, reading, [part.unused for part in measured]),
     )
-    prove(result)
     return result, describe_savings(captured.graph, draft, stages, measured, requested=requested)
 
 

@@ -51,6 +51,8 @@ def begins_at_update_0(session: Session, first: ReferenceStart | None) -> bool:
     whose stages were drained at the run's end, other options of the optimizer) both begin with the checkpoint's
     weights, buffers and optimizer state, and the updates after it are compared.
     """
+    if session.reading.free:  # whose letters begin where the run did
+        return session.start is None
     if session.start is None or session.initial.flight is not None:
         return True
     if first is None or not session.began or session.start.position.updates > FARTHEST:
@@ -67,7 +69,7 @@ def reference_start_of(session: Session, first: ReferenceStart | None) -> Refere
     if session.start is not None and session.initial.flight is None and begins_at_update_0(session, first):
         assert first is not None
         return first
-    if session.initial.flight is None:
+    if session.initial.flight is None or session.reading.free:
         now = ReferenceStart.of(session.captured)
         start = session.start
         parameters = now.parameters if start is None else {n: start.parameters[n].clone() for n in now.parameters}

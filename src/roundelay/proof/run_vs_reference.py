@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,11 @@ import torch
 from roundelay.errors import JobError, NondeterministicError, UsageError
 from roundelay.frontend import Captured, RngKey
 from roundelay.guards.watch import reachable_state_of
-from roundelay.ir.averages import EMA, EVALUATED
-from roundelay.ir.graph import Graph
+from roundelay.ir.averages import EVALUATED
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import apart
 from roundelay.launching.rendezvous import PLAN_S, ProcessGroup
-from roundelay.lower.reading import Reading
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
 from roundelay.planner.plan_options import Keywords, shows_choices
@@ -28,8 +26,8 @@ from roundelay.planning.job_file import GivenJob
 from roundelay.planning.planning import captured_and_planned
 from roundelay.planning.torch_scope import on_threads, user_code
 from roundelay.proof.fidelity import SIDES, Fidelity, compare_with_plain, unchecked_reason
-from roundelay.proof.fidelity_on_mesh import reference_stage
 from roundelay.proof.fidelity_precheck import batches_to_verify
+from roundelay.proof.reference_inputs import ReferenceOptimizers, copied, reference_stages, setting_of
 from roundelay.proof.reference_start import (
     Note,
     ReferenceStart,
@@ -38,18 +36,17 @@ from roundelay.proof.reference_start import (
     reference_start_of,
     since_checkpoint,
 )
+from roundelay.proof.replayed import replayed_run, told
 from roundelay.proof.tamper import tampered_handlers, tampered_programs, tampered_stage
 from roundelay.proof.tamper_ways import check_tamper
-from roundelay.reference import ReferenceResult, Setting, run_reference
-from roundelay.reference.run_inputs import ReferenceStage
+from roundelay.reference import ReferenceResult, run_reference
 from roundelay.runtime.handlers import Handler
 from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.loading.loader_epoch import same_batch
 from roundelay.runtime.loading.loader_probe import first_batch
 from roundelay.runtime.loading.prefetch import Registers
-from roundelay.runtime.optimizer.optimizer_state import WHOLE, OptimizerState, changed_entries
-from roundelay.runtime.optimizer.stage_optimizer import choose_alike
+from roundelay.runtime.optimizer.optimizer_state import WHOLE
 from roundelay.runtime.processes.determinism import deterministic, uses_device
 from roundelay.runtime.worker import Wrap
 from roundelay.session.resume import load_checkpoint
@@ -84,6 +81,9 @@ class Verification:
         losses: number of compared losses.
         fidelity: how the captured job compares with plain PyTorch; None if they were not compared.
         begins: updates before the reference's first: 0, or those of the checkpoint whose state it starts from.
+        letters: replayed, where the order was free; else 0.
+        digests: of stages' states that were compared there.
+        odd_digests: how many of them differ.
         nondeterministic: an operation that gives other bits at each call on its device, so that a difference proves
             nothing; empty if there is none.
     """
@@ -99,6 +99,9 @@ class Verification:
     fidelity: Fidelity | None = None
     begins: int = 0
     nondeterministic: str = ""
+    letters: int = 0
+    digests: int = 0
+    odd_digests: int = 0
 
     def __repr__(self) -> str:
         difference = "" if self.equal else f", difference={self.differences()!r}"
@@ -315,10 +318,15 @@ def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool
     session.compile()  # already done, but in another process
     notes: list[Note] = []
     with on_threads(session.plan.threads), user_code("the one-process reference"):
-        reference = _reference(session, origin, anew, trained, notes)
+        replayed = replayed_run(session, origin, trained, notes) if session.reading.free else None
+        reference = _reference(session, origin, anew, trained, notes) if replayed is None else replayed.result
     if session.start is not None and anew:
         reference, notes = since_checkpoint(session, reference, notes)
-    return {**_compare(session, trained, reference, notes), "begins": 0 if anew else session.initial.updates}
+    found = _compare(session, trained, reference, notes)
+    if replayed is not None:
+        found |= {"letters": replayed.letters, "digests": replayed.digests, "odd_digests": len(replayed.differing)}
+        found["difference"] = found["difference"] or told(replayed)
+    return {**found, "begins": 0 if anew else session.initial.updates}
 
 
 def _check_same_data(session: Session) -> None:
@@ -345,8 +353,8 @@ def _reference(
 ) -> ReferenceResult:
     """Run the rule's equations on copies, epoch by epoch as the run did, and append digests in causal order."""
     captured, plan, job = session.captured, session.plan, session.job
-    stages = _reference_stages(session)
-    named = _copied(captured, origin, stages)
+    stages = reference_stages(session)
+    named = copied(captured, origin, stages)
     for spec in session.partition.stages:
         captured.flatten_recurrent(spec, dict(named))
     extent = from_update_0(session.extent) if anew else session.extent
@@ -359,7 +367,7 @@ def _reference(
     def audit(kind: str, stage: int, holder: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         notes.append(((kind, stage, holder, number), digest(tensors)))
 
-    optimizers = _ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}), plan.devices)
+    optimizers = ReferenceOptimizers(job, trained.snapshot.optimizer.get(WHOLE, {}), plan.devices)
     while True:
         numbers = trained.numbers[: extent.start_epoch] if session.waits else ()
         part = replace(extent, epochs=extent.start_epoch + 1) if session.waits else extent
@@ -377,7 +385,7 @@ def _reference(
             registers=registers,
         )
         result = run_reference(
-            _setting(session.reading, captured.graph, states, whole.loss_scale, numbers),
+            setting_of(session.reading, captured.graph, states, whole.loss_scale, numbers),
             stages,
             named,
             whole.buffers,
@@ -402,97 +410,6 @@ def _reference(
         done = result.updates - extent.start_batch
         start = extent.start_g + done * plan.micro_batches if slots else max(whole.losses) // plan.replicas + 1
         extent = Extent(start, result.updates, extent.start_epoch + 1, 0, last.batch + 1 - result.updates, None)
-
-
-def _copied(
-    captured: Captured, origin: ReferenceStart, stages: Sequence[ReferenceStage]
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that the reference begins with, each where its stage is."""
-    trainable = {n: p.requires_grad for n, p in captured.model.named_parameters()}
-    devices = {name: stage.device for stage in stages for name in stage.parameters}
-    return [
-        (n, torch.nn.Parameter(p.to(devices.get(n, "cpu"), copy=True), trainable[n]))
-        for n, p in origin.parameters.items()
-    ]
-
-
-def _reference_stages(session: Session) -> list[ReferenceStage]:
-    """The stages as the reference runs them, with whose turn it is on each, and who updates it."""
-    captured, plan = session.captured, session.plan
-    stages = []
-    for spec in session.partition.stages:
-        stored = replace(spec, recomputed=()) if plan.backward == "stash" else spec  # recomputing makes no difference
-        made = reference_stage(captured, stored, plan.mesh_size, torch.device(plan.device_of(spec.stage)))
-        turns = len(plan.holders(spec.stage)) if session.reading.takes_turns else 0
-        threads = plan.threads_of(spec.stage)
-        stages.append(replace(made, turns=turns, updater=session.reading.updater(spec.stage), threads=threads))
-    return stages
-
-
-def _setting(
-    reading: Reading,
-    graph: Graph,
-    states: Mapping[str, Mapping[str, Any]] | None,
-    loss_scale_at: tuple[float, int] | None,
-    numbers: tuple[float, ...],
-) -> Setting:
-    """The reference's settings: from the plan, and of the state from which it starts."""
-    plan = reading.plan
-    return Setting(
-        rule=reading.rule,
-        predictor=plan.predictor,
-        mode=plan.backward,  # type: ignore[arg-type]
-        clip=plan.clip,
-        loss_scale=plan.loss_scale,
-        loss_scale_at=loss_scale_at,
-        numbers=numbers,
-        ema=plan.ema,
-        labels_per_row=graph.labels_per_row,
-        staggered=plan.batch_parts if reading.slotted else 0,
-        shards=plan.shards,
-        ema_at={name: state[EMA] for name, state in (states or {}).items() if EMA in state} or None,
-    )
-
-
-class _ReferenceOptimizers:
-    """Makes the reference's optimizers, and reads and restores their state as a stage does.
-
-    Args:
-        job: the job.
-        like: the entries of the run's whole optimizer.
-        devices: of the plan.
-    """
-
-    def __init__(self, job: Job, like: Mapping[str, Any], devices: Sequence[str]) -> None:
-        self._make, self._changed, self._devices = job.optimizer, changed_entries(like), devices
-        self._made: dict[int, tuple[OptimizerState, dict[str, torch.nn.Parameter]]] = {}
-        #: the first of a run, which trains; the others run ahead for rates
-        self._first: tuple[OptimizerState, dict[str, torch.nn.Parameter]] | None = None
-
-    def make(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """The job's optimizer over these parameters."""
-        optimizer = self._make(named)
-        choose_alike(optimizer, self._devices)
-        kept = OptimizerState(optimizer, named), dict(named)
-        self._made[id(optimizer)] = kept
-        self._first = self._first or kept
-        return optimizer
-
-    def restore(self, states: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-        """Put a checkpoint's state into an optimizer that :meth:`make` has returned."""
-        kept, own = self._made[id(optimizer)]
-        kept.restore(own, states)
-
-    def states(self, averaged: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The state of the optimizer that has trained, with the averages from the reference's own state."""
-        assert self._first is not None
-        kept, own = self._first
-        kept.changed |= self._changed
-        entries, self._first = kept.entries(own), None
-        for name, state in averaged.items():
-            if EMA in state:
-                entries.setdefault(name, {})[EMA] = state[EMA]
-        return entries
 
 
 def _compare(

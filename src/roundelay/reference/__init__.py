@@ -5,7 +5,8 @@ implemented a second time, from the formulas of the rules and without any code o
 both sides shared would stay hidden.
 """
 
+from roundelay.reference.replay import Replayed, ReplayedStage, replay
 from roundelay.reference.run import run_reference
 from roundelay.reference.run_inputs import ReferenceResult, ReferenceStage, Setting
 
-__all__ = ["ReferenceResult", "ReferenceStage", "Setting", "run_reference"]
+__all__ = ["ReferenceResult", "ReferenceStage", "Replayed", "ReplayedStage", "Setting", "replay", "run_reference"]

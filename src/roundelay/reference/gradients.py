@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 
+from roundelay.ir.clip import EPSILON, Clip
 from roundelay.ir.loss_scale import MOST, LossScale
 
 
@@ -24,6 +25,12 @@ def joint_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = torch.float64 if doubles else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in real]))
     return norm
+
+
+def clipped(gradients: dict[str, torch.Tensor], clip: Clip) -> dict[str, torch.Tensor]:
+    """Return a stage's gradients, of which there are some, times min(1, bound / (their norm + epsilon))."""
+    factor = torch.clamp(clip.norm / (joint_norm(list(gradients.values())) + EPSILON), max=1.0)
+    return {name: gradient * factor for name, gradient in gradients.items()}
 
 
 def whole_norm(stage_norms: Sequence[float]) -> float:

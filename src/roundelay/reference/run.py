@@ -29,7 +29,7 @@ from roundelay.ir.averages import EMA
 from roundelay.ir.clip import EPSILON
 from roundelay.ir.graph import COUNT, LABELS, LOSS, METRIC, TERMS
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.reference.gradients import ScaleTable, joint_norm, norm_of, whole_norm
+from roundelay.reference.gradients import ScaleTable, clipped, norm_of, whole_norm
 from roundelay.reference.mesh import Each, backward, counted, divisions, forward, local, on, updated
 from roundelay.reference.predict import Ahead, distance, predict
 from roundelay.reference.replica import Replica, add_made, in_order, total_divisor, total_gradients
@@ -384,8 +384,7 @@ class _Run:
             stage.use_threads()
             own = {name: gradients[name] for name in stage.parameters if name in gradients}
             if own:
-                factor = torch.clamp(clip.norm / (joint_norm(list(own.values())) + EPSILON), max=1.0)
-                result |= {name: gradient * factor for name, gradient in own.items()}
+                result |= clipped(own, clip)
         return result
 
     def _norms_of_workers(self, divisor: float | None) -> list[float]:

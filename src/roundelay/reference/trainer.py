@@ -51,13 +51,13 @@ class Recipe:
                 scheduler.step(number)
             scheduler = None
         for _ in range(self.version if scheduler is not None else 0):
-            _step(optimizer, scheduler)
+            step_once(optimizer, scheduler)
         if self.start is not None:
             self.start(optimizer)
         return optimizer, scheduler
 
 
-def _step(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
+def step_once(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[float]:
     """Step optimizer and scheduler and return the learning rates of the step; without gradients, no weight changes."""
     optimizer.step()
     rates = [float(group["lr"]) for group in optimizer.param_groups]  # the user's optimizer may set them in its step
@@ -80,7 +80,7 @@ class Rates:
         """Return lr(u), the learning rate of the parameter's group for update number ``update``."""
         while self._first + len(self._table) <= update:
             with suppress(ValueError):  # after the end of a schedule of fixed length, its last rate is kept
-                _step(self._optimizer, self._scheduler)
+                step_once(self._optimizer, self._scheduler)
             self._table.append(self._current())
         return self._table[update - self._first][name]
 
@@ -150,7 +150,7 @@ class Trainer:
             use_threads(count)
             self._set_gradients({name: gradient for name, gradient in gradients.items() if name in names})
             last = count == max(self._by_threads)
-            group_rates = _step(self._optimizer, self._scheduler if last else None)
+            group_rates = step_once(self._optimizer, self._scheduler if last else None)
         groups = zip(self._optimizer.param_groups, group_rates, strict=True)
         rate_of = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
         rates = {name: rate_of[id(parameter)] for name, parameter in self._updated if id(parameter) in rate_of}

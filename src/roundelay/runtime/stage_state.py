@@ -340,6 +340,11 @@ class Stage:
                 found |= sums_of(name, {**held, **entries}, Shard(self.owned.ranges(name), weight))
         return found
 
+    def state_tensors(self) -> dict[str, Any]:
+        """Return the newest weights, buffers and entries of the optimizer's state by name; none may be modified."""
+        entries = {f"{name} {key}": value for name, own in self.steps.live().items() for key, value in own.items()}
+        return {**self.parameters, **self.buffers, **entries}
+
     def flight(self, updates: int) -> StageInFlight:
         """Return what is in flight after ``updates`` updates, unaffected by later forwards and updates."""
         older = self._older.checkpointed(updates, copied=self._moves)

@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from roundelay.actor.machine import Machine, Run
+from roundelay.actor.machine import Run
+from roundelay.actor.machines import machine_for
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.frontend import Captured
 from roundelay.ir.exchange import ExchangePlan
@@ -25,6 +26,7 @@ from roundelay.ir.work import Settings, Work
 from roundelay.job import Job
 from roundelay.observe.digest import digest
 from roundelay.observe.process_memory import private_bytes, resident_bytes
+from roundelay.runtime.action_recorder import ActionRecorder
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.device import HOST, Device
 from roundelay.runtime.grad_norm import GradNorms
@@ -190,7 +192,7 @@ class _Worker:
         self.threads = own.threads
         use_threads(self.threads)
         redone = _in_flight(task.initial, own)
-        self.machine = Machine(program, task.extent.start_g, task.extent.start_batch, redone)
+        self.machine = machine_for(program, task.extent.start_g, task.extent.start_batch, redone)
         self.targets = {c.id: _own_stage(c, worker) for c in program.channels if c.read_by(worker)}
         self.states_from = {c.id for c in program.channels if c.kind in STATES}
         #: by stage, the memory that its holders share for sums, if they do
@@ -221,6 +223,10 @@ class _Worker:
         self.states = StateReporter(worker, task.states, report)
         #: by number of the stage
         self.contexts = {stage: self._context(stage, program) for stage in program.stages}
+        #: of stages whose order is free
+        self.recorders = {
+            k: ActionRecorder(worker, context.stage, report) for k, context in self.contexts.items() if program.free
+        }
         self.progress = _Progress(time.perf_counter())
         self.log = InstructionLog(kept_micro_batches(max(len(work.program.body) for work in task.works)))
         self.digests: list[list[object]] = []
@@ -285,6 +291,8 @@ class _Worker:
             elif not machine.halted:
                 yield machine.wants_credit
                 self.wait()
+        for recorder in self.recorders.values():
+            recorder.end()
         self._report_events()
         self.states.finish(self.work.settings.deadline_s)
         self.report(Report("finished", self.worker, self._summary()))
@@ -295,6 +303,9 @@ class _Worker:
         handler = self.handlers[run.stage][opcode]
         if run.header is not None and not run.header.rows and opcode in PASSED_OVER:
             handler = pass_over
+        recorder = self.recorders.get(run.stage)
+        if recorder is not None:
+            recorder.begin(opcode)
         start = time.perf_counter()
         use_threads(self.threads)
         try:
@@ -317,6 +328,8 @@ class _Worker:
             self.progress.busy_s += end - start
         if opcode == "update":
             self._report_progress(run, end)
+            if recorder is not None and run.header is not None and run.header.saved:
+                recorder.take_digest()
 
     def deliver(self, message: Message) -> None:
         """Put a message into the inbox of the stage that reads it, and notify the machine."""

@@ -1,4 +1,4 @@
-"""Schedules with one stage per worker and whole backwards: GPipe, and 1F1B with and without flushes.
+"""Schedules with one stage per worker and whole backwards: GPipe, 1F1B with and without flushes, and no order at all.
 
 ::
 
@@ -28,6 +28,12 @@ def _one_f_one_b(stages: Sequence[int], num_stages: int, micro_batches: int) -> 
     return Body(1, (Action(stages[0], "F", num_stages - 1 - stages[0]), Action(stages[0], "B", 0)))
 
 
+def _free(stages: Sequence[int], num_stages: int, micro_batches: int) -> Body:
+    """What can run does (Menon et al., "Ravnest", 2024, Algorithm 1)."""
+    return Body(1, (Action(stages[0], "F", 0), Action(stages[0], "B", 0)))
+
+
 register_schedule(Schedule("gpipe", "batch", _gpipe))
 register_schedule(Schedule("1f1b", "batch", _one_f_one_b))
 register_schedule(Schedule("async-1f1b", "run", _one_f_one_b))
+register_schedule(Schedule("free", "run", _free, free=True))

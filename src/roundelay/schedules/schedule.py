@@ -65,6 +65,7 @@ class Schedule:
         stages_per_worker: how many stages a worker runs; 0 for all.
         place: number of stages -> for each the worker that runs it; what the planner suggests.
         updates: whether the bodies say where updates stand; else they follow the last backward of their batch.
+        free: whether the bodies say nothing of the order: what can run does.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Schedule:
     stages_per_worker: int = 1
     place: Callable[[int], tuple[int, ...]] = lambda num_stages: tuple(range(num_stages))
     updates: bool = False
+    free: bool = False
 
     @property
     def last_kind(self) -> str:

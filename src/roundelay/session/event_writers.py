@@ -11,12 +11,13 @@ from roundelay.job import StopTraining
 from roundelay.observe.metrics_file import MetricsWriter
 from roundelay.observe.run_folder import RunFolder
 from roundelay.observe.tensorboard import Curves
-from roundelay.session.events import Evaluated, Event, Observer, Restarted, Updated
+from roundelay.session.events import Evaluated, Event, Observer, Restarted, Traced, Updated
+from roundelay.session.trace_files import TraceFiles
 
 
 @final
 class RunFolderObserver:
-    """Writes updates to ``metrics.jsonl`` and evaluations to ``evaluations.jsonl``.
+    """Writes updates to ``metrics.jsonl``, evaluations to ``evaluations.jsonl``, and the traces of a free order.
 
     Args:
         folder: the run's folder.
@@ -29,6 +30,7 @@ class RunFolderObserver:
 
     def __init__(self, folder: RunFolder, metrics: MetricsWriter, start: int) -> None:
         self._folder, self._metrics = folder, metrics
+        self._traces = TraceFiles(folder.path)
         self._cut(start)
 
     def __call__(self, event: Event) -> None:
@@ -37,6 +39,7 @@ class RunFolderObserver:
         Raises:
             RunError: it cannot be written.
         """
+        self._traces(event)
         if isinstance(event, Updated):
             self._metrics.write(
                 update=event.update,
@@ -103,7 +106,7 @@ def user_observer(
         check_settings()
 
     def observe(event: Event) -> None:
-        for observer in observers:
+        for observer in () if isinstance(event, Traced) else observers:
             call(event, observer, f"an observer of {type(event).__name__}")
         if on_update is not None and isinstance(event, Updated):
             call(event, on_update, f"on_update at update {event.update}")

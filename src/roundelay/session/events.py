@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from roundelay.observe.action_trace import TraceHead
+
 
 @dataclass(frozen=True, slots=True)
 class Updated:
@@ -119,7 +121,24 @@ class Skipped:
     loss_scale: float
 
 
-Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained | Stopping | Skipped
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A stage whose order is free has written down what it did; for the run's folder, not for the user's functions.
+
+    Args:
+        head: of which stage and run.
+        letters: of its further actions.
+        digests: of its state, by the number of letters before, those of earlier events included.
+        ended: whether these are the last.
+    """
+
+    head: TraceHead
+    letters: str
+    digests: dict[int, str] = field(hash=False)
+    ended: bool
+
+
+Event = Updated | Evaluated | Saved | NotSaved | Restarted | Drained | Stopping | Skipped | Traced
 
 
 class Observer(Protocol):

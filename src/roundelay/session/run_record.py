@@ -14,9 +14,10 @@ from roundelay.checkpoint.atomic_files import replacing_file
 from roundelay.errors import UsageError
 from roundelay.ir.micro_batch import Load, MicroBatch
 from roundelay.ir.plan import Plan
+from roundelay.observe.action_trace import ActionTrace, TraceHead
 from roundelay.page.run_page import run_page
 from roundelay.runtime.processes.worker_messages import Report
-from roundelay.session.events import Evaluated, Observer, Skipped, Updated
+from roundelay.session.events import Evaluated, Observer, Skipped, Traced, Updated
 from roundelay.session.state_gather import Snapshot
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -68,6 +69,7 @@ class Trained:
         numbers: the evaluated metric that ReduceLROnPlateau needs, one number per epoch, from the first epoch on.
         check: how the captured job was compared with plain PyTorch before the run, in one line; empty if it was not.
         folder: the run's folder; None if it has none.
+        actions: of stages whose order is free, what they did, by stage.
     """
 
     plan: Plan
@@ -86,6 +88,7 @@ class Trained:
     numbers: tuple[float, ...] = ()
     check: str = ""
     folder: Path | None = None
+    actions: dict[int, ActionTrace] = field(default_factory=dict, hash=False)
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write a page on the run: curves, a timeline, the plan; returns its path.
@@ -126,10 +129,21 @@ class RunRecord:
         rates: from an update's number to its learning rates.
         kept: number of micro-batches whose loss, metrics and scale are kept; by default all.
         first: the number of the first batch.
+        heads: of the traces of stages whose order is free, by stage.
     """
 
-    def __init__(self, workers: int, notify: Observer, rates: Rates, kept: int = sys.maxsize, first: int = 0) -> None:
-        self._notify, self.rates, self._kept = notify, rates, kept
+    def __init__(
+        self,
+        workers: int,
+        notify: Observer,
+        rates: Rates,
+        kept: int = sys.maxsize,
+        first: int = 0,
+        heads: Mapping[int, TraceHead] | None = None,
+    ) -> None:
+        self._notify, self.rates, self._kept, self._heads = notify, rates, kept, heads or {}
+        #: of stages whose order is free, by stage
+        self.actions: dict[int, ActionTrace] = {}
         self._start = time.perf_counter()
         #: of every micro-batch
         self.losses: dict[int, Terms] = {}
@@ -165,10 +179,19 @@ class RunRecord:
             self.events[worker] += [ExecutedInstruction(*row) for row in data["events"]]
         elif report.kind == "loads":
             self.loads[worker] += [Load(worker, *row) for row in data["loads"]]
+        elif report.kind == "letters":
+            self._traced(data)
         elif report.kind == "digest":
             self.digests |= {tuple(key): value for *key, value in data["digests"]}
         elif report.kind == "finished":
             self.workers[worker] = _summed(self.workers.get(worker, {}), data)
+
+    def _traced(self, data: Mapping[str, Any]) -> None:
+        head, letters, ended = self._heads[data["stage"]], data["letters"], data["ended"]
+        digests = dict(data["digests"])
+        known = self.actions.get(head.stage) or ActionTrace(head, "", {}, ended=False)
+        self.actions[head.stage] = ActionTrace(head, known.letters + letters, {**known.digests, **digests}, ended)
+        self._notify(Traced(head, letters, digests, ended))
 
     def _loss(self, data: Mapping[str, Any]) -> None:
         header = MicroBatch.of(tuple(data["header"]))

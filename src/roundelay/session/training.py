@@ -50,6 +50,7 @@ from roundelay.session.resume import (
 from roundelay.session.run_record import RunRecord, Trained
 from roundelay.session.state_gather import Snapshot, StateGatherer
 from roundelay.session.stop_condition import Length, extent
+from roundelay.session.trace_files import heads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,13 @@ class Session:
         #: whether an epoch's learning rate depends on the evaluation of the epoch before
         rates = self._rates(())
         self.waits, self.optimizer_kind = rates.waits, rates.kinds[0]
+        if self.waits and self.reading.free:
+            raise UsageError(
+                f"a ReduceLROnPlateau scheduler with rule {plan.rule!r}",
+                got="stages that would have to empty after every epoch",
+                expected="a scheduler that needs no metric: the stages of this rule never empty",
+                remedy="Use another scheduler, or a rule such as 1f1b.",
+            )
         if start is not None:
             check_optimizer(start, rates.kinds)
         self.computing = computing_digest(plan, self.order, rates, seed)
@@ -195,6 +203,7 @@ class Session:
             self._rates(()).at,
             sys.maxsize if audit else KEPT_MICRO_BATCHES,
             self.extent.start_batch,
+            heads_of(self.plan, self.seed, (self.extent.start_g, self.extent.start_batch)) if self.reading.free else {},
         )
         shapes = self.captured.parameters()
         gatherer = StateGatherer(
@@ -240,6 +249,7 @@ class Session:
             workers=record.workers,
             stopped=self.stopped,
             numbers=tuple(checkpointer.numbers),
+            actions=record.actions,
         )
 
     def _rates(self, numbers: Sequence[float]) -> RateTable:

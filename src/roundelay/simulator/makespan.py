@@ -39,7 +39,12 @@ def makespan_s(plan: Plan, micro_batches: Sequence[MicroBatch]) -> float:
         PlanError: as :func:`roundelay.simulator.simulate`.
     """
     reading = read(plan)
-    alike = reading.form is None and not (reading.needs_norm and reading.mesh.size > 1) and equally_fast(plan)
+    alike = (
+        reading.form is None
+        and not reading.free
+        and not (reading.needs_norm and reading.mesh.size > 1)
+        and equally_fast(plan)
+    )
     if micro_batches and alike:
         try:
             holders = _Holders(plan, micro_batches)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 from roundelay.actor.data_reader import Reader
-from roundelay.actor.machine import Machine, Run
+from roundelay.actor.machine import Run
+from roundelay.actor.machines import machine_for
 from roundelay.errors import PlanError
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
@@ -76,7 +77,7 @@ class Clock:
         lines = {(p.worker, i.stage, i.opcode, i.segments) for p in programs for i in p.body}
         self.parts = Counter(line[:3] for line in lines)
         self.machines = [
-            Machine(self.prepared(program), first.g, first.batch, redone)
+            machine_for(self.prepared(program), first.g, first.batch, redone)
             for program, redone in zip(programs, in_flight, strict=True)
         ]
         self.boxed: dict[tuple[int, int], int] = {}  # by channel and micro-batch: how many holders have begun

@@ -21,7 +21,9 @@ from roundelay import errors
 from roundelay.errors import RoundelayError
 from roundelay.runtime.processes.user_errors import unexpected
 
-Kind = Literal["loss", "progress", "events", "loads", "digest", "state", "skipped", "failed", "finished", "verdict"]
+Kind = Literal[
+    "loss", "progress", "events", "loads", "digest", "state", "skipped", "letters", "failed", "finished", "verdict"
+]
 
 
 @dataclass(frozen=True, slots=True)
