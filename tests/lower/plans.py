@@ -19,6 +19,7 @@ from roundelay.ir.work import Work
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.work import works_of
+from roundelay.planner.free_order import with_capacities
 from roundelay.schedules import schedule_named
 
 ASYNCHRONOUS = ("pipedream", "pipeoptim", "pipedream-vertical", "spectrain", "async", "lookahead")
@@ -134,12 +135,13 @@ def replicated(plan: Plan, replicas: int) -> Plan:
 def by_rule(plan: Plan, rule: str) -> Plan:
     """The plan with another rule, its stages on the workers that the rule's schedule suggests."""
     home = place_of(rule, plan.num_stages)
-    return replace(
+    made = replace(
         plan,
         rule=rule,
         workers=tuple(WorkerPlan(name=f"w{k}", device="cpu", threads=1) for k in range(len(set(home)))),
         stages=tuple(replace(stage, workers=(f"w{k}",)) for stage, k in zip(plan.stages, home, strict=True)),
     )
+    return with_capacities(made)
 
 
 @st.composite
