@@ -336,7 +336,7 @@ if os.environ["RANK"] == "0":
     "the leader for a member": """
 import os, time
 open("here" + os.environ["RANK"], "w").close()
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.rendezvous import LaunchedGroup
 if os.environ["RANK"] == "1":
     ProcessGroup.control_channel = lambda *args: time.sleep(60)
 """,
@@ -594,7 +594,7 @@ def test_processes_with_a_device_each_talk_over_nccl(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices_here)
-    monkeypatch.setattr(launched_choices, "ProcessGroup", lambda place: None)
+    monkeypatch.setattr(launched_choices, "LaunchedGroup", lambda place: None)
     choices = Choices(**said)
     assert launched_choices.joined(choices, 0)[1].transport == transport
 

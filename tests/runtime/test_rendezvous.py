@@ -17,7 +17,7 @@ from roundelay.launching import control_channel
 from roundelay.launching import launched_worker as members
 from roundelay.launching.control_channel import ControlChannel, OnLost, OnUnreadable, messages_of
 from roundelay.launching.launched_worker import run_follower, run_leader
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
 from roundelay.runtime.worker import Task, unchanged

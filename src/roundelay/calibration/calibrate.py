@@ -23,7 +23,7 @@ from roundelay.ir.transports import transport_named
 from roundelay.launching.forked_call import check_transport
 from roundelay.launching.launch import run
 from roundelay.launching.launched_worker import run_follower
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.planner.cost_curve import Curve
 from roundelay.planner.machine_profile import FORMAT, LinkCosts, MachineProfile, OperatorCosts
 from roundelay.planning.machine_profiles import machine_here

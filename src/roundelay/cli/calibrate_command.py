@@ -11,7 +11,7 @@ from roundelay.calibration.calibrate import follow, measured, sweep_with
 from roundelay.cli.screen import announce, show_json, stderr
 from roundelay.cli.text_file import write_text
 from roundelay.env import launched
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.machine_profiles import keep_profile
 

@@ -9,7 +9,8 @@ from roundelay.env import launched
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
 from roundelay.launching.launch import needs_launcher
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
+from roundelay.launching.rendezvous import LaunchedGroup
 from roundelay.planner.holder_choices import parts_of, replicas_of
 from roundelay.planner.plan_options import Choices
 from roundelay.runtime.device import num_cuda_devices
@@ -39,7 +40,7 @@ def joined(choices: Choices, restarts: int, *, planned: bool = False) -> tuple[P
     _require("--restarts", restarts or None, 0, restarting)
     if not planned:
         spread(choices, place.size, None)  # so that what does not fit is refused at once
-    return ProcessGroup(place), replace(choices, transport=transport)
+    return LaunchedGroup(place), replace(choices, transport=transport)
 
 
 def spread(choices: Choices, size: int, known: Plan | None) -> Choices:

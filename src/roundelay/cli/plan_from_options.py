@@ -20,7 +20,7 @@ from roundelay.ir.plan import Plan
 from roundelay.ir.rule import rules
 from roundelay.job import Job
 from roundelay.launching.forked_call import apart
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.lower.emit import emit
 from roundelay.lower.validate_plan import check_plan
 from roundelay.planner.choose_micro_batches import MicroBatchChoice

@@ -24,7 +24,7 @@ from roundelay.ir.device_names import CPU
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.observe.run_folder import RunFolder, check_vacant
 from roundelay.observe.tensorboard import Curves
 from roundelay.observe.tensorboard import writer as curve_writer

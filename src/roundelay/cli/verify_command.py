@@ -12,7 +12,7 @@ from roundelay.cli.signals import SIGNALS
 from roundelay.cli.sim_output import show_verification, verification_json
 from roundelay.cli.verify_options import VerifyOptions
 from roundelay.errors import NondeterministicError
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.job_file import load_job
 from roundelay.proof.reference_start import ReferenceStart

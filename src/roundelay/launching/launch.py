@@ -15,7 +15,7 @@ from roundelay.launching.failure_tracker import Listener
 from roundelay.launching.forked_workers import run_forked
 from roundelay.launching.gc_policy import frozen_gc
 from roundelay.launching.launched_worker import run_leader
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.launching.threaded_workers import run_threads
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.loader_processes import without_sigchld_handler

@@ -17,7 +17,8 @@ from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
 from roundelay.launching.control_channel import LEADER_TELLS, NEWS_S, ControlChannel
 from roundelay.launching.failure_tracker import FailureTracker, Listener
 from roundelay.launching.gc_policy import frozen_gc
-from roundelay.launching.rendezvous import TICK_S, ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
+from roundelay.launching.rendezvous import TICK_S
 from roundelay.launching.threaded_workers import take_reports
 from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.processes.idle_resources import give_back_idle

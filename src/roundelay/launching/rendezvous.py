@@ -1,15 +1,12 @@
 """Connects the processes that a launcher such as torchrun has started, one worker each, on one host or several.
 
-They meet at a TCPStore. The process of worker 0 leads: it receives all reports on the control channel
-(:mod:`roundelay.launching.control_channel`), and alone prints and writes results. Blocking calls of torch run in a
-separate thread, as the main thread must handle the signals by which a launcher ends this process.
+They meet at a TCPStore. Blocking calls of torch run in a separate thread, as the main thread must handle the signals by
+which a launcher ends this process.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,23 +15,18 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from roundelay.detect_launcher import LEADER, Launched
+from roundelay.detect_launcher import Launched
 from roundelay.errors import WorkerLostError
 from roundelay.ir.program import SCALARS, Program
 from roundelay.ir.work import Work
-from roundelay.launching.control_channel import LEADER_TELLS, ControlChannel, OnLost, OnUnreadable
+from roundelay.launching.process_group import PLAN_S, ProcessGroup
 from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
-from roundelay.launching.silent_hosts import ending_unacknowledged
 from roundelay.runtime.device import Device
-from roundelay.runtime.processes.worker_messages import Reporter
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.gloo import GlooEndpoint
 from roundelay.transport.nccl import NcclEndpoint
 from roundelay.transport.nccl_p2p import NcclLane, open_lanes
-
-PLAN_S = 900.0
-"""Seconds that the leader may take to capture and plan."""
 
 _T = TypeVar("_T")
 TICK_S = 0.2
@@ -42,8 +34,8 @@ TICK_S = 0.2
 
 
 @final
-class ProcessGroup:
-    """This process's membership in a group: its rank, the others', and connections to them.
+class LaunchedGroup(ProcessGroup):
+    """The processes that a launcher has started.
 
     Args:
         launched: how the launcher started this process.
@@ -54,11 +46,8 @@ class ProcessGroup:
     """
 
     def __init__(self, launched: Launched) -> None:
-        self.rank, self.size, self.restart = launched.rank, launched.size, launched.restart
-        self.others = (*range(launched.rank), *range(launched.rank + 1, launched.size))
-        self.leads, self._met = launched.rank == LEADER, False
+        super().__init__(launched.rank, launched.size, launched.restart)
         self._interface = launched.interface if launched.nodes > 1 else None
-        self._channel: ControlChannel | None = None
         check_interface(launched)
         serves = launched.opens_store and self.leads
         self._served = open_store(launched) if serves else None  # lives as long as this process
@@ -67,11 +56,6 @@ class ProcessGroup:
         except (RuntimeError, ValueError) as error:
             raise unreachable(launched, error) from error
         self._store = dist.PrefixStore(f"roundelay/{launched.run}", store)  # type: ignore[attr-defined]
-
-    @property
-    def met(self) -> bool:
-        """Whether the control channel is connected: from then on the loss of a process is reported."""
-        return self._met
 
     def publish(self, name: str, text: str) -> None:
         """Store a text for the other processes.
@@ -106,48 +90,8 @@ class ProcessGroup:
                 remedy="Check the output of worker 0.",
             ) from error
 
-    def barrier(self, what: str) -> None:
-        """Wait until every process has called this with the same name.
-
-        Raises:
-            WorkerLostError: one does not within :data:`PLAN_S`.
-        """
-        self.publish(f"{what} {self.restart} {self.rank}", "")
-        for rank in range(self.size):
-            self.fetch(f"{what} {self.restart} {rank}")
-
-    def control_channel(
-        self, deadline_s: float, on_report: Reporter, on_lost: OnLost, on_unreadable: OnUnreadable
-    ) -> ControlChannel:
-        """Connect the control channel with all processes, and return this process's end.
-
-        Args:
-            deadline_s: seconds in which all must connect.
-            on_report: called with every report.
-            on_lost: called for every lost process among those that this one depends on.
-            on_unreadable: called if this process can no longer receive.
-
-        Raises:
-            DeadlineError: not all have connected.
-        """
-        watched = self.others if self.leads else (LEADER,)
-        reports = _interruptibly(partial(self._endpoint, "reports", deadline_s, watched))
-        with ending_unacknowledged():  # the heartbeats
-            news = _interruptibly(partial(self._endpoint, "news", deadline_s, watched))
-        self._met = True
-        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
-        return self._channel
-
-    def conclude(self, code: int | None) -> None:
-        """End, as the leader, the control channel that an audited run has left open, if there is one.
-
-        Args:
-            code: exit code of all processes; None: this one tells of a failure.
-        """
-        if self._channel is not None and code is None:
-            self._channel.end(LEADER_TELLS)
-        elif self._channel is not None and code is not None:
-            self._channel.conclude(code)
+    def _waited(self, wait: Callable[[], _T]) -> _T:
+        return _interruptibly(wait)
 
     def _endpoint(self, name: str, deadline_s: float, partners: Sequence[int]) -> Endpoint:
         """Open this process's end of one set of connections."""
@@ -177,10 +121,6 @@ class ProcessGroup:
 
     def _prefixed_store(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
-
-    def where(self) -> str:
-        """The name of this process in messages."""
-        return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
 
 
 def _neighbours(program: Program) -> list[int]:

@@ -18,7 +18,7 @@ from roundelay.ir.averages import EVALUATED
 from roundelay.ir.plan import Plan
 from roundelay.job import Job, Peekable
 from roundelay.launching.forked_call import apart
-from roundelay.launching.rendezvous import PLAN_S, ProcessGroup
+from roundelay.launching.process_group import PLAN_S, ProcessGroup
 from roundelay.observe.digest import digest
 from roundelay.planner.check_given import check_length
 from roundelay.planner.plan_options import Keywords, shows_choices

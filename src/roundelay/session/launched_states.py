@@ -15,7 +15,7 @@ from roundelay.checkpoint.stored_files import make_probe
 from roundelay.detect_launcher import LEADER
 from roundelay.errors import UsageError
 from roundelay.ir.plan import Plan
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.runtime.state_reports import StateUse
 
 

@@ -17,7 +17,7 @@ from roundelay.job import Job, Peekable, StopTraining
 from roundelay.launching.forked_call import check_transport, isolated, must_isolate_backward
 from roundelay.launching.launch import run
 from roundelay.launching.launched_worker import run_follower
-from roundelay.launching.rendezvous import ProcessGroup
+from roundelay.launching.process_group import ProcessGroup
 from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.lower.work import works_of
