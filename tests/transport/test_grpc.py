@@ -22,7 +22,8 @@ from roundelay.planning.check_here import check_here
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import grpc_stream as stream
 from roundelay.transport.endpoint import Arrived, Lost, Message
-from roundelay.transport.grpc_stream import GrpcEndpoint, forked_over_grpc, name_of
+from roundelay.transport.grpc_stream import GrpcEndpoint, Member, forked_over_grpc, name_of
+from roundelay.transport.meeting import FileMeeting
 from roundelay.trust.authority import Credentials, new_authority
 from tests.transport.harness import fork_all
 from tests.transport.test_gloo import listening_addresses, settled
@@ -38,7 +39,12 @@ Task = Callable[[GrpcEndpoint], Any]
 
 
 def open_one(worker: int, num_workers: int, tmp_path: Path, deadline_s: float = WAIT_S) -> GrpcEndpoint:
-    return GrpcEndpoint(worker, num_workers, OURS.issue(name_of(worker)), str(tmp_path / "ports"), deadline_s)
+    return GrpcEndpoint(worker, range(num_workers), member(worker, tmp_path, deadline_s), deadline_s)
+
+
+def member(worker: int, tmp_path: Path, deadline_s: float = WAIT_S) -> Member:
+    """One that meets the others in a file of the folder."""
+    return Member(OURS.issue(name_of(worker)), FileMeeting(str(tmp_path / "ports"), 2, deadline_s))
 
 
 def start(tasks: list[Task], tmp_path: Path, *others: Callable[[], Any], deadline_s: float = WAIT_S) -> list[Any]:
@@ -143,12 +149,12 @@ def test_a_server_of_a_foreign_authority_or_another_name_is_not_talked_to(tmp_pa
 
         def serve(credentials: Credentials = credentials, path: str = path) -> str:
             with pytest.raises(DeadlineError) as caught:
-                GrpcEndpoint(0, 2, credentials, path, 2.0)
+                GrpcEndpoint(0, range(2), Member(credentials, FileMeeting(path, 2, 2.0)), 2.0)
             return caught.value.got
 
         def call(path: str = path) -> str:
             with pytest.raises(WorkerLostError, match="worker 1 connecting to worker 0") as caught:
-                GrpcEndpoint(1, 2, OURS.issue(name_of(1)), path, WAIT_S)
+                GrpcEndpoint(1, range(2), Member(OURS.issue(name_of(1)), FileMeeting(path, 2, WAIT_S)), WAIT_S)
             return caught.value.got
 
         outcomes = fork_all([lambda: {"result": serve()}, lambda: {"result": call()}])
@@ -247,15 +253,36 @@ def test_nothing_listens_outside_loopback_and_an_end_leaves_no_loop(tmp_path: Pa
 
 def test_a_worker_serves_at_the_address_that_it_is_given_and_is_found_there(tmp_path: Path) -> None:
     def look(worker: int) -> dict[str, Any]:
-        endpoint = GrpcEndpoint(
-            worker, 2, OURS.issue(name_of(worker)), str(tmp_path / "ports"), WAIT_S, host=f"127.0.0.{worker + 2}"
-        )
+        elsewhere = replace(member(worker, tmp_path), host=f"127.0.0.{worker + 2}")
+        endpoint = GrpcEndpoint(worker, range(2), elsewhere, WAIT_S)
         found = listening_addresses()
         endpoint.close()
         return {"result": found}
 
     outcomes = fork_all([lambda: look(0), lambda: look(1)])
     assert [outcome["result"] for outcome in outcomes] == [[LOOPBACK.replace("0100007F", "0200007F")], []]
+
+
+def test_a_message_beyond_what_the_plan_sends_is_refused_before_it_has_come(tmp_path: Path) -> None:
+    """Three pieces where two are enough for any: nothing of it is kept."""
+
+    def listen() -> dict[str, Any]:
+        endpoint = GrpcEndpoint(0, range(2), member(0, tmp_path), WAIT_S, most_bytes=2**20)
+        first, lost = endpoint.receive(WAIT_S), endpoint.receive(WAIT_S)
+        told = [type(first).__name__, lost.reason if isinstance(lost, Lost) else "", dict(endpoint.refused)]
+        endpoint.abort("")
+        return {"result": told}
+
+    def send() -> dict[str, Any]:
+        endpoint = open_one(1, 2, tmp_path)
+        for size in (2**19, 2**21):
+            endpoint.send(0, Message(0, (), (torch.zeros(size, dtype=torch.uint8),)))
+        endpoint.receive(WAIT_S)
+        endpoint.abort("")
+        return {"result": None}
+
+    told, _ = [outcome["result"] for outcome in fork_all([listen, send])]
+    assert told == ["Arrived", f"it sent bytes that are no message ({envelopes.OVERSIZE})", {envelopes.OVERSIZE: 1}]
 
 
 def test_a_worker_that_never_comes_ends_the_connecting(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 
 from roundelay import env
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
@@ -31,9 +31,10 @@ from roundelay.ir.transports import check_packages
 from roundelay.optional_packages import optional
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import ForkedLinks, Message
+from roundelay.transport.endpoint import MAX_MESSAGE_BYTES, ForkedLinks, Message
 from roundelay.transport.envelope import PIECE_BYTES, Position
 from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
+from roundelay.transport.meeting import FileMeeting, Meeting
 from roundelay.transport.wire_layout import unreadable
 from roundelay.trust.authority import Credentials, new_authority
 
@@ -69,17 +70,33 @@ def name_of(worker: int) -> str:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Member:
+    """How a worker finds the others of its run, and proves who it is.
+
+    Args:
+        credentials: by which this worker, called `name_of` it, and the others prove who they are.
+        meeting: where those that serve write their addresses.
+        generation: of the run; what is of another is refused.
+        host: the address at which this worker serves, and the others call it.
+    """
+
+    credentials: Credentials
+    meeting: Meeting
+    generation: int = 0
+    host: str = "127.0.0.1"
+
+
+@final
 class GrpcEndpoint(FramedEndpoint["_Link"]):
     """One process's endpoint. Its constructor returns when all `num_workers` have connected.
 
     Args:
         worker: this worker's number.
-        num_workers: how many there are.
-        credentials: by which this worker, called `name_of` it, and the others prove who they are.
-        rendezvous: path of a file that all reach, empty at first, where those that serve write their addresses.
+        others: the workers with which it shares a stream.
+        member: how it finds them.
         deadline_s: seconds that connecting, and later `close`, may take.
-        generation: of the run; what is of another is refused.
-        host: the address at which this worker serves, and the others call it.
+        most_bytes: of a message that comes.
 
     Raises:
         DeadlineError: not all workers came in time.
@@ -92,17 +109,13 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     def __init__(
         self,
         worker: int,
-        num_workers: int,
-        credentials: Credentials,
-        rendezvous: str,
+        others: Iterable[int],
+        member: Member,
         deadline_s: float,
-        generation: int = 0,
-        host: str = "127.0.0.1",
+        most_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        super().__init__(worker, range(num_workers), deadline_s)
-        self._credentials, self._generation, self._host = credentials, generation, host
-        self._store = dist.FileStore(rendezvous, num_workers)  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=deadline_s))
+        super().__init__(worker, others, deadline_s)
+        self._member, self._most_pieces = member, -(-(most_bytes + wire.HEAD_BYTES) // PIECE_BYTES)
         self.refused = Counter()
         self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
@@ -110,9 +123,9 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
-        self._connect(num_workers)
+        self._connect()
 
-    def _connect(self, num_workers: int) -> None:
+    def _connect(self) -> None:
         opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
         try:
             opening.result(self._deadline_s)
@@ -123,7 +136,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             raise DeadlineError(
                 f"worker {self.worker} connecting to the others",
                 got=f"none of workers {[k for k, link in self._links.items() if not link.opened.is_set()]}",
-                expected=f"{num_workers} workers within {self._deadline_s:g} s",
+                expected=f"{len(self._links)} others within {self._deadline_s:g} s",
                 remedy="Check which worker did not start.",
             ) from None
 
@@ -170,15 +183,15 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             await link.opened.wait()
 
     async def _listen(self, grpc: Any) -> None:
-        own = self._credentials
+        own = self._member.credentials
         server = grpc.aio.server(options=[*OPTIONS.items()])
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        port = server.add_secure_port(f"{self._host}:0", proving)
+        port = server.add_secure_port(f"{self._member.host}:0", proving)
         self._closing.append(lambda: server.stop(None))
         await server.start()
-        self._store.set(name_of(self.worker), f"{self._host}:{port}")
+        self._member.meeting.set(name_of(self.worker), f"{self._member.host}:{port}")
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
@@ -204,19 +217,19 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         return link
 
     def _hello(self) -> bytes:
-        return envelopes.seal(envelopes.HELLO, self._generation, 0, [self.worker.to_bytes(4, "little")])
+        return envelopes.seal(envelopes.HELLO, self._member.generation, 0, [self.worker.to_bytes(4, "little")])
 
     def _read_hello(self, piece: Any) -> tuple[Position, int]:
         head, body = envelopes.unseal(piece if isinstance(piece, bytes) else b"")
-        return envelopes.follow(Position(self._generation), head), int.from_bytes(body, "little")
+        return envelopes.follow(Position(self._member.generation), head), int.from_bytes(body, "little")
 
     async def _call(self, grpc: Any, link: _Link) -> None:
         """Open the stream to a worker that serves, and leave a task that carries what it sends."""
-        own = self._credentials
-        address = await self._loop.run_in_executor(None, self._store.get, name_of(link.worker))
+        own = self._member.credentials
+        address = await self._loop.run_in_executor(None, self._member.meeting.get, name_of(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
         options = OPTIONS | {"grpc.ssl_target_name_override": name_of(link.worker)}
-        channel = grpc.aio.secure_channel(address.decode(), proving, options=[*options.items()])
+        channel = grpc.aio.secure_channel(address, proving, options=[*options.items()])
         self._closing.append(channel.close)
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
         try:
@@ -270,6 +283,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         if not isinstance(piece, bytes):
             raise ConnectionError("the stream ended")
         head, body = envelopes.unseal(piece)
+        if head.total > self._most_pieces:
+            raise unreadable(envelopes.OVERSIZE)
         assert link.position is not None
         link.position = envelopes.follow(link.position, head)
         link.pieces.append(body)
@@ -306,7 +321,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         for i, parts in enumerate(pieces):
             kind = envelopes.MORE if i else envelopes.FIRST if len(pieces) > 1 else envelopes.WHOLE
             link.written += 1
-            await write(envelopes.seal(kind, self._generation, link.written, parts, len(pieces)))
+            await write(envelopes.seal(kind, self._member.generation, link.written, parts, len(pieces)))
 
     def _count(self, error: Exception) -> str:
         reason = error.got if isinstance(error, InternalError) else envelopes.TRUNCATED
@@ -334,7 +349,12 @@ def forked_over_grpc(
     authority = new_authority("roundelay", datetime.now(UTC), VALID)
     own = [authority.issue(name_of(k)) for k in range(num_workers)]
     with rendezvous_file() as path:
-        yield ForkedLinks(lambda k: GrpcEndpoint(k, num_workers, own[k], path, deadline_s), lambda: None)
+
+        def connected(k: int) -> GrpcEndpoint:
+            member = Member(own[k], FileMeeting(path, num_workers, deadline_s))
+            return GrpcEndpoint(k, range(num_workers), member, deadline_s)
+
+        yield ForkedLinks(connected, lambda: None)
 
 
 _Item = tuple[bytearray, Sequence[torch.Tensor]]
