@@ -65,7 +65,7 @@ def test_what_chats_do_to_a_line_does_not_matter(change: object) -> None:
 def test_one_that_was_cut_off_is_reported_as_such(kept: int) -> None:
     text = OURS.text()
     kept = kept if kept < 0 else len(PREFIX) + kept
-    with pytest.raises(UsageError, match="cut off after .* Copy the whole line again"):
+    with pytest.raises(UsageError, match=r"cut off after .* Copy the whole line again"):
         Invitation.parse(text[:kept])
 
 

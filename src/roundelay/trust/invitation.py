@@ -1,7 +1,7 @@
 """Invitations: one line of text by which one machine may join one run, once.
 
-The text is ``roundelay-1-`` and base 32 in lower case (RFC 4648 without padding), which a chat, a shell and a phone leave
-as it is. It holds, in network order: its length, run, fingerprint, secret, expiry, seat, addresses, and a CRC-32.
+The text is ``roundelay-1-`` and base 32 in lower case (RFC 4648 without padding), which a chat, a shell and a phone
+leave as it is. It holds, in network order: its length, run, fingerprint, secret, expiry, seat, addresses, and a CRC-32.
 """
 
 from __future__ import annotations
