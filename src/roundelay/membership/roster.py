@@ -133,6 +133,12 @@ def seat_for(invitation: Invitation, name: str, role: str = WORKER) -> Seat:
     return Seat(invitation.seat, name, role, digest_of(invitation.secret), invitation.expiry)
 
 
+def invited(roster: Roster, seat: Seat) -> Roster:
+    """Return the roster with one more seat, whose number and digest no other has."""
+    assert all(seat.number != one.number and seat.digest != one.digest for one in roster.seats), seat.number
+    return replace(roster, seats=(*roster.seats, seat))
+
+
 def admit(roster: Roster, attempt: Attempt, now: float, generation: int) -> tuple[Roster, Seat | str]:
     """Return the roster after an attempt, and the seat that it gives or one of `REASONS`.
 

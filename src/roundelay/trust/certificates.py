@@ -102,3 +102,25 @@ def part(module: str) -> Any:
         UsageError: it is not installed.
     """
     return optional(f"cryptography.{module}", "certificates", "roundelay[join]", ".")
+
+
+def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
+    """Return the first and the last moment of a certificate in PEM, in UTC.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parsed = part("x509").load_pem_x509_certificate(certificate)
+    return parsed.not_valid_before_utc, parsed.not_valid_after_utc
+
+
+def is_issued_to(certificate: bytes, authority: bytes, key: bytes) -> bool:
+    """Whether a certificate is of a private key, and signed by an authority; all in PEM, the first two from outside."""
+    x509, serialization = part("x509"), part("hazmat.primitives.serialization")
+    own = serialization.load_pem_private_key(key, None).public_key()
+    try:
+        parsed = x509.load_pem_x509_certificate(certificate)
+        parsed.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+        return bool(parsed.public_key() == own)
+    except Exception:  # what a parser raises for bytes from outside
+        return False
