@@ -1,1 +1,1 @@
-"""Who may take part in a run: its authority, and the certificates that it issues. No torch."""
+"""Who may take part in a run: its authority, the certificates that it issues, and its invitations. No torch."""

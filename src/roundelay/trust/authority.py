@@ -1,18 +1,21 @@
 """A certificate authority in memory, and what a worker shows to the others: certificates of RFC 5280 for mutual TLS.
 
-Keys are of the curve P-256. Nothing is written to a disk. The package ``cryptography`` is imported when it is needed.
+Keys are of the curve P-256. Nothing is written to a disk. A certificate says its owner's name and role.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, final
 
-from roundelay.optional_packages import optional
+from roundelay.trust.certificates import ROLE_PREFIX, Issuer, certificate_of, new_key, pem_of_key
+from roundelay.trust.request import public_key_of
 
-EARLIER = timedelta(minutes=10)
-"""A certificate is valid from so long before its first moment: clocks differ."""
+ROLES = ("host", "worker", "backup")
+"""What the owner of a certificate may be."""
+HOST, WORKER, BACKUP = ROLES
 
 
 @final
@@ -50,12 +53,27 @@ class Authority:
     key: Any = field(repr=False)
     certificate: bytes
 
-    def issue(self, name: str) -> Credentials:
-        """Return a new key and a certificate for `name`, which may serve and call."""
-        key, serialization = _new_key(), _part("hazmat.primitives.serialization")
-        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        certificate = _certificate(name, key, self.name, self.key, self.start, self.valid)
-        return Credentials(self.certificate, certificate, key.private_bytes(serialization.Encoding.PEM, *form))
+    def issue(self, name: str, role: str = WORKER) -> Credentials:
+        """Return a new key and a certificate for `name`, which may serve and call as one of `ROLES`."""
+        key = new_key()
+        return Credentials(self.certificate, self._certify(name, key.public_key(), role), pem_of_key(key))
+
+    def sign(self, request: bytes, name: str, role: str = WORKER) -> bytes:
+        """Return a certificate, PEM, of the key of a request; what the request says of its owner is ignored.
+
+        Args:
+            request: of :func:`roundelay.trust.request.new_request`, from outside.
+            name: the owner's.
+            role: the owner's, one of `ROLES`.
+
+        Raises:
+            UsageError: the request is refused; `got` is one of :data:`roundelay.trust.request.REASONS`.
+        """
+        return self._certify(name, public_key_of(request), role)
+
+    def _certify(self, name: str, key: Any, role: str) -> bytes:
+        assert role in ROLES, role
+        return certificate_of(name, key, Issuer(self.name, self.key, self.start, self.valid), role)
 
 
 def new_authority(name: str, start: datetime, valid: timedelta) -> Authority:
@@ -64,34 +82,17 @@ def new_authority(name: str, start: datetime, valid: timedelta) -> Authority:
     Raises:
         UsageError: the package cryptography is not installed.
     """
-    key = _new_key()
-    return Authority(name, start, valid, key, _certificate(name, key, name, key, start, valid))
+    key = new_key()
+    own = certificate_of(name, key.public_key(), Issuer(name, key, start, valid), issues=True)
+    return Authority(name, start, valid, key, own)
 
 
-def _certificate(name: str, key: Any, issuer: str, signer: Any, start: datetime, valid: timedelta) -> bytes:
-    """A certificate in PEM; one that signs itself is an authority's."""
-    x509, rights = _part("x509"), key is signer
-    made = (
-        x509.CertificateBuilder(_named(issuer), _named(name), key.public_key(), x509.random_serial_number())
-        .not_valid_before(start - EARLIER)
-        .not_valid_after(start + valid)
-        .add_extension(x509.BasicConstraints(ca=rights, path_length=0 if rights else None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .sign(signer, _part("hazmat.primitives.hashes").SHA256())
-    )
-    pem: bytes = made.public_bytes(_part("hazmat.primitives.serialization").Encoding.PEM)
-    return pem
+def role_of(names: Iterable[bytes]) -> str | None:
+    """Return the role among the names of a certificate; None if it says none, an unknown one, or more than one.
 
-
-def _named(name: str) -> Any:
-    x509 = _part("x509")
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-
-
-def _new_key() -> Any:
-    ec = _part("hazmat.primitives.asymmetric.ec")
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-def _part(module: str) -> Any:
-    return optional(f"cryptography.{module}", "certificates", "roundelay[join]", ".")
+    Args:
+        names: ``auth_context()["x509_subject_alternative_name"]`` of a call, which TLS has checked.
+    """
+    prefix = ROLE_PREFIX.encode()
+    roles = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    return roles[0].decode() if len(roles) == 1 and roles[0] in {role.encode() for role in ROLES} else None
