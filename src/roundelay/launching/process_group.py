@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
 from roundelay.detect_launcher import LEADER
+from roundelay.ir.program import Program
 from roundelay.ir.work import Work
 from roundelay.launching.control_channel import LEADER_TELLS, ControlChannel, OnLost, OnUnreadable
 from roundelay.launching.silent_hosts import ending_unacknowledged
@@ -125,3 +126,9 @@ class ProcessGroup(ABC):
     def where(self) -> str:
         """The name of this process in messages."""
         return f"worker {self.rank} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def neighbours(program: Program, without: Collection[str] = ()) -> list[int]:
+    """The workers with which a worker shares channels, but those of the kinds ``without``."""
+    ports = [port for c in program.channels if c.kind not in without for port in (*c.sources, *c.targets)]
+    return sorted({port.worker for port in ports} - {program.worker})

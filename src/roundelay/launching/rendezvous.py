@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from roundelay.detect_launcher import Launched
 from roundelay.errors import WorkerLostError
-from roundelay.ir.program import SCALARS, Program
+from roundelay.ir.program import SCALARS
 from roundelay.ir.work import Work
-from roundelay.launching.process_group import PLAN_S, ProcessGroup
+from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.launching.rendezvous_store import check_interface, connect_store, open_store, unreachable
 from roundelay.runtime.device import Device
 from roundelay.transport.checked_endpoint import next_item
@@ -106,7 +106,7 @@ class LaunchedGroup(ProcessGroup):
         frames = self._endpoint("data", work.settings.deadline_s, self.others)
         if work.settings.transport != "nccl":
             return frames
-        others = _neighbours(work.program)
+        others = neighbours(work.program, SCALARS)
 
         def make(name: str, sends: bool) -> NcclLane:
             return NcclLane(self._prefixed_store(f"lane/{name}"), sends)
@@ -121,12 +121,6 @@ class LaunchedGroup(ProcessGroup):
 
     def _prefixed_store(self, name: str) -> Any:
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
-
-
-def _neighbours(program: Program) -> list[int]:
-    """The workers with which a worker exchanges tensors."""
-    ports = [port for c in program.channels if c.kind not in SCALARS for port in (*c.sources, *c.targets)]
-    return sorted({port.worker for port in ports} - {program.worker})
 
 
 def _interruptibly(wait: Callable[[], _T]) -> _T:

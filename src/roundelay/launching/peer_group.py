@@ -1,0 +1,143 @@
+"""The machines that have joined a run, one worker each, over the transport ``grpc``; the host leads.
+
+They find one another by texts that they leave with the host. A machine serves those of its partners that have a higher
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from roundelay.errors import InternalError, RoundelayError
+from roundelay.ir.work import Work
+from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
+from roundelay.runtime.device import Device
+from roundelay.transport.endpoint import Endpoint
+from roundelay.transport.grpc_stream import GrpcEndpoint, Member, name_of
+from roundelay.transport.meeting import Meeting
+from roundelay.trust.authority import Credentials
+
+
+class Texts(Protocol):
+    """Where members leave texts for one another: :class:`roundelay.peers.members.Members`, or a store that calls it."""
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text; a member's names end in its own."""
+        ...
+
+    def get(self, name: str, deadline_s: float) -> str:
+        """Wait for a text."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a machine has in a run.
+
+    Args:
+        rank: number of its worker.
+        size: how many there are.
+        credentials: by which it proves who it is.
+        host: the address at which it serves others.
+        generation: of the run.
+        data_bytes: most that a message between workers may have.
+        report_bytes: most that a message of a report may have.
+    """
+
+    rank: int
+    size: int
+    credentials: Credentials
+    host: str
+    generation: int
+    data_bytes: int
+    report_bytes: int
+
+
+@final
+class _GroupMeeting(Meeting):
+    """Where the endpoints of one kind meet."""
+
+    def __init__(self, texts: Texts, kind: str, deadline_s: float) -> None:
+        self._texts, self._kind, self._deadline_s = texts, kind, deadline_s
+
+    def set(self, name: str, text: str) -> None:
+        """Write a text under a name."""
+        self._texts.put(f"{self._kind} {name}", text)
+
+    def get(self, name: str) -> str:
+        """Return the text under a name, waiting for it.
+
+        Raises:
+            RuntimeError: it does not come in time.
+        """
+        try:
+            return self._texts.get(f"{self._kind} {name}", self._deadline_s)
+        except RoundelayError as error:
+            raise RuntimeError(str(error)) from error
+
+
+@final
+class PeerGroup(ProcessGroup):
+    """The machines of a run.
+
+    Args:
+        place: of this machine.
+        texts: where they leave texts.
+    """
+
+    def __init__(self, place: Place, texts: Texts) -> None:
+        super().__init__(place.rank, place.size, place.generation)
+        self._place, self._texts = place, texts
+
+    def publish(self, name: str, text: str) -> None:
+        """Leave a text for the others; the host does.
+
+        Raises:
+            WorkerLostError: the host is gone.
+        """
+        if not self.leads:
+            raise InternalError(
+                f"worker {self.rank}",
+                got=f"a text {name!r} for all",
+                expected="texts of the host only",
+                remedy="Report this as a bug.",
+            )
+        self._texts.put(name, text)
+
+    def fetch(self, name: str, within_s: float = PLAN_S) -> str:
+        """Wait for a text of the host, and return it.
+
+        Raises:
+            WorkerLostError: it does not come in so many seconds.
+        """
+        return self._texts.get(name, within_s)
+
+    def barrier(self, what: str) -> None:
+        """Wait until every machine has called this with the same name.
+
+        Raises:
+            WorkerLostError: one does not within :data:`PLAN_S`.
+        """
+        self._texts.put(f"{what} {self.restart} {name_of(self.rank)}", "")
+        for rank in range(self.size):
+            self._texts.get(f"{what} {self.restart} {name_of(rank)}", PLAN_S)
+
+    def data_endpoint(self, work: Work, device: Device) -> Endpoint:
+        """Open this machine's endpoint for the messages between workers.
+
+        Raises:
+            DeadlineError: another machine did not open its side in time.
+        """
+        return self._open("data", work.settings.deadline_s, neighbours(work.program), self._place.data_bytes)
+
+    def _endpoint(self, name: str, deadline_s: float, partners: Sequence[int]) -> Endpoint:
+        return self._open(name, deadline_s, partners, self._place.report_bytes)
+
+    def _open(self, name: str, deadline_s: float, partners: Sequence[int], most_bytes: int) -> Endpoint:
+        own = self._place
+        meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
+        member = Member(own.credentials, meeting, own.generation, own.host)
+        return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

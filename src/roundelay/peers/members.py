@@ -1,0 +1,224 @@
+"""The members' service of a run: where machines that have a certificate leave texts and files for one another.
+
+It listens beside the door, with TLS in both directions. Three calls, of which a member has some open at one time:
+
+=======  ========================================================================================================
+Put      leaves a short text under a name, once; a member's names end in its own
+Get      waits for a text, and returns it
+Take     returns bytes that the host has left for this member, in pieces
+=======  ========================================================================================================
+
+What a member says is never more than :data:`MOST_BYTES`, and it is told nothing that was left for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, final
+
+from roundelay.errors import UsageError
+from roundelay.peers.import_grpc import import_grpc
+from roundelay.peers.loop_thread import LoopThread
+from roundelay.trust.authority import WORKER, Credentials, role_of
+from roundelay.trust.certificates import ROLE_PREFIX
+from roundelay.trust.invitation import Address
+
+MOST_BYTES, MOST_TEXTS = 64 * 1024, 4096
+"""Most bytes of a text, and most texts of a member."""
+
+PIECE_BYTES = 2**20
+OPEN_S = 5.0
+
+SERVICE = "roundelay.Members"
+PUT, GET, TAKE = (f"/{SERVICE}/{method}" for method in ("Put", "Get", "Take"))
+
+REASONS = ("wrong role", "not yours", "oversize", "unreadable", "said before", "too many texts", "unknown method")
+"""Why a member was refused."""
+ROLE, NOT_YOURS, OVERSIZE, UNREADABLE, SAID, TOO_MANY, UNKNOWN = REASONS
+
+_NAME = re.compile(r"[\w. /-]{1,128}")
+
+OPTIONS = {
+    "grpc.max_receive_message_length": MOST_BYTES + 1024,
+    "grpc.max_metadata_size": 8 * 1024,
+    "grpc.max_concurrent_streams": 16,
+    "grpc.so_reuseport": 0,
+    "grpc.server_handshake_timeout_ms": int(1000 * OPEN_S),
+}
+
+
+@final
+class Members:
+    """Serves until it is closed. Its methods may be called from any thread.
+
+    Args:
+        credentials: of the host.
+        loop: where it runs.
+        listen: address, and port; 0 is any free one.
+        refuse: called with the peer and one of :data:`REASONS`.
+
+    Raises:
+        UsageError: a package is not installed, or the address cannot be listened on.
+    """
+
+    address: Address
+    """Where it listens."""
+
+    def __init__(
+        self, credentials: Credentials, loop: LoopThread, listen: Address, refuse: Callable[[str, str], None]
+    ) -> None:
+        self._loop, self._refuse, self._grpc = loop, refuse, import_grpc()
+        self._texts: dict[str, str] = {}
+        self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
+        self._counts: dict[str, int] = {}
+        self._changed = loop.run(_condition(), OPEN_S)
+        self.address = loop.run(self._open(credentials, listen), OPEN_S)
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text, as the host."""
+        self._loop.run(self._put(name, text), OPEN_S)
+
+    def get(self, name: str, deadline_s: float) -> str:
+        """Wait for a text.
+
+        Raises:
+            DeadlineError: it does not come in time.
+        """
+        return self._loop.run(self._get(name), deadline_s)
+
+    def leave(self, member: str, name: str, data: bytes) -> None:
+        """Leave bytes for one member, who gets them whenever it takes them.
+
+        Args:
+            member: the name in its certificate.
+            name: of the bytes.
+            data: any number of them.
+        """
+        self._loop.run(self._leave(member, name, data), OPEN_S)
+
+    def close(self) -> None:
+        """Stop, and end all calls."""
+        self._loop.run(self._server.stop(None), OPEN_S)
+
+    # --- the loop's thread
+
+    async def _open(self, own: Credentials, listen: Address) -> Address:
+        grpc = self._grpc
+        self._server = grpc.aio.server(options=[*OPTIONS.items()])
+        self._server.add_generic_rpc_handlers((_handler(grpc, self),))
+        proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
+        host, port = listen
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_secure_port(at, proving)
+        except RuntimeError as error:
+            raise _cannot_listen(at) from error
+        if not bound:
+            raise _cannot_listen(at)
+        await self._server.start()
+        return host, bound
+
+    async def _put(self, name: str, text: str) -> None:
+        async with self._changed:
+            self._texts[name] = text
+            self._changed.notify_all()
+
+    async def _get(self, name: str) -> str:
+        async with self._changed:
+            await self._changed.wait_for(lambda: name in self._texts)
+            return self._texts[name]
+
+    async def _leave(self, member: str, name: str, data: bytes) -> None:
+        async with self._changed:
+            self._files[member, name] = data
+            self._changed.notify_all()
+
+    async def _member(self, context: Any) -> str:
+        """The name of the member that calls."""
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if role_of(names) != WORKER:
+            await self._abort(context, ROLE)
+        return next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
+
+    async def _abort(self, context: Any, reason: str) -> None:
+        self._refuse(context.peer(), reason)
+        await context.abort(self._grpc.StatusCode.PERMISSION_DENIED, reason)
+
+    async def said(self, received: bytes, context: Any) -> bytes:
+        """Answer Put: a name and a text, separated by a zero byte."""
+        member = await self._member(context)
+        name, text = await self._read(received, context)
+        if not name.endswith(f" {member}"):
+            await self._abort(context, NOT_YOURS)
+        if name in self._texts:
+            await self._abort(context, SAID)
+        self._counts[member] = self._counts.get(member, 0) + 1
+        if self._counts[member] > MOST_TEXTS:
+            await self._abort(context, TOO_MANY)
+        await self._put(name, text)
+        return b""
+
+    async def asked(self, received: bytes, context: Any) -> bytes:
+        """Answer Get."""
+        await self._member(context)
+        name, _ = await self._read(received, context)
+        return (await self._get(name)).encode()
+
+    async def taken(self, received: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Answer Take: the number of bytes, then the bytes."""
+        member = await self._member(context)
+        name, _ = await self._read(received, context)
+        async with self._changed:
+            await self._changed.wait_for(lambda: (member, name) in self._files)
+            data = memoryview(self._files[member, name])
+        yield len(data).to_bytes(8, "little")
+        for start in range(0, len(data), PIECE_BYTES):
+            yield bytes(data[start : start + PIECE_BYTES])
+
+    async def unknown(self, received: bytes, context: Any) -> bytes:
+        """Refuse any other call."""
+        await self._member(context)
+        await self._abort(context, UNKNOWN)
+        return b""
+
+    async def _read(self, received: bytes, context: Any) -> tuple[str, str]:
+        name, _, text = received.partition(b"\0")
+        if len(received) > MOST_BYTES:
+            await self._abort(context, OVERSIZE)
+        try:
+            words = name.decode(), text.decode()
+        except UnicodeDecodeError:
+            words = "", ""
+        if not _NAME.fullmatch(words[0]):
+            await self._abort(context, UNREADABLE)
+        return words
+
+
+async def _condition() -> asyncio.Condition:
+    return asyncio.Condition()
+
+
+def _handler(grpc: Any, members: Members) -> Any:
+    methods = {
+        PUT: grpc.unary_unary_rpc_method_handler(members.said),
+        GET: grpc.unary_unary_rpc_method_handler(members.asked),
+        TAKE: grpc.unary_stream_rpc_method_handler(members.taken),
+    }
+    unknown = grpc.unary_unary_rpc_method_handler(members.unknown)
+
+    class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: Any) -> Any:
+            return methods.get(details.method, unknown)
+
+    return Handler()
+
+
+def _cannot_listen(at: str) -> UsageError:
+    return UsageError(
+        f"listening on {at}",
+        got="the system refuses it",
+        expected="an address of this machine, and a port that is free",
+        remedy="Give another one; port 0 is any free port.",
+    )
