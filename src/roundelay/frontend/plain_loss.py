@@ -7,7 +7,10 @@ checks them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ import torch.fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from roundelay.errors import CaptureError, JobError, RoundelayError
-from roundelay.frontend.batch import Batch, rows_between, twice
+from roundelay.frontend.batch import Batch, as_tensor, rows_between, twice
+from roundelay.frontend.batch import numbers as numbers_of
 from roundelay.frontend.capture import Captured
 from roundelay.frontend.export.export import Exported, export
 from roundelay.frontend.export.export_adapter import CallShape
@@ -27,9 +31,10 @@ from roundelay.frontend.stages.make_segment import Arithmetic, drawing, loss_seg
 from roundelay.frontend.stages.precision import autocast
 from roundelay.frontend.stages.retarget_device import CPU, retarget
 from roundelay.frontend.stages.segment import Segment
-from roundelay.ir.graph import LOSS
-from roundelay.ir.plain_graph import LIMITS, Limits, PlainLoss, PlainSegment
+from roundelay.ir.graph import BATCH, LOSS
+from roundelay.ir.plain_graph import LIMITS, Limits, PlainLoss, PlainSegment, refused
 from roundelay.ir.stage import SegmentSpec, StageSpec
+from roundelay.reach.reachable_state import DEFAULT_GENERATORS, ReachableState
 from roundelay.reach.source_lines import users_line_of
 
 _LARGEST = 1 << 60
@@ -46,20 +51,20 @@ def plain_loss(captured: Captured, spec: StageSpec) -> PlainLoss:
     if captured.effects.of_loss:
         change = captured.effects.of_loss[0]
         raise cannot_travel("the loss", f"{change.slot.path}, which it changes", "a loss that keeps nothing")
+    part, numbers = captured.builder.loss_spec(spec), _numbers(captured, spec)
     samples = list(_samples(captured, spec))
     if not samples:
         raise cannot_travel("the loss", "a batch on which it cannot be called again", "a loss of tensors")
     with DEFAULT_GENERATOR_LOCK, torch.random.fork_rng(devices=[]):
-        exported = _traced(captured.builder.loss, captured.precision, samples[0])
-    part = captured.builder.loss_spec(spec)
-    where = "the loss, on operation {0.name!r} ({0.target}){1}"
-    graph = plain_graph(_piece(exported), lambda node: where.format(node, _line_of(node)))
+        exported = _traced(captured, numbers, samples[0])
+    graph = plain_graph(_piece(exported), lambda node: f"the loss, operation {node.name!r} ({node.target})")
     sizes, bounds = _sizes(exported, len(part.inputs))
     segment = PlainSegment(
         graph, part.start, part.stop, (), (), part.inputs, part.outputs,
         differentiable=tuple(sorted(captured.builder.roles(part).differentiable)),
     )  # fmt: skip
-    loss = PlainLoss(segment, captured.builder.loss_position, sizes, bounds)
+    sent = tuple((place, int(as_tensor(number).imag)) for place, number in numbers.items())
+    loss = PlainLoss(segment, captured.builder.loss_position, sizes, bounds, sent)
     _compare(captured, spec, loss, samples)
     return loss
 
@@ -82,23 +87,40 @@ def rebuilt_loss(plain: PlainLoss, arithmetic: Arithmetic, limits: Limits = LIMI
     return loss_segment_of(call, spec, frozenset(part.differentiable), arithmetic)
 
 
-class _Loss(torch.nn.Module):
-    """A loss as a module, to be exported."""
+def _numbers(captured: Captured, spec: StageSpec) -> dict[int, float]:
+    """The numbers of the batch among what the loss reads, by place."""
+    known = {BATCH + path: number for path, number in numbers_of(captured.builder.loss.layout).items()}
+    found = {place: known[name] for place, name in enumerate(spec.loss_reads) if name in known}
+    for place, number in found.items():
+        if type(number) not in (int, float):
+            got = f"a {type(number).__name__} of the batch"
+            raise cannot_travel(f"the loss, which reads {spec.loss_reads[place]!r}", got, "tensors, int and float")
+    return found
 
-    def __init__(self, call: LossCall) -> None:
+
+class _Loss(torch.nn.Module):
+    """A loss as a module, to be exported; numbers of the batch come as tensors."""
+
+    def __init__(self, call: LossCall, numbers: Mapping[int, float]) -> None:
         super().__init__()
-        self._call = call
+        self._call, self._numbers = call, numbers
 
     def forward(self, *values: Any) -> tuple[torch.Tensor, ...]:
         """What the loss returns."""
-        return tuple(self._call(*values))
+        given = [self._number(i, value) if i in self._numbers else value for i, value in enumerate(values)]
+        return tuple(self._call(*given))
+
+    def _number(self, place: int, value: torch.Tensor) -> Any:
+        number: Any = torch.real(value).item()
+        return torch.sym_int(number) if type(self._numbers[place]) is int else number
 
 
-def _traced(loss: LossCall, precision: str, values: Sequence[torch.Tensor]) -> Exported:
+def _traced(captured: Captured, numbers: Mapping[int, float], values: Sequence[torch.Tensor]) -> Exported:
     tensors, call = CallShape.flatten(tuple(values), {})
+    loss = captured.builder.loss
     try:
-        with torch.enable_grad(), autocast(precision, CPU):
-            return export(_Loss(loss), call, tensors)
+        with torch.enable_grad(), autocast(captured.precision, CPU), _sizes_kept(loss.loss):
+            return export(_Loss(loss, numbers), call, tensors)
     except CaptureError as error:
         cause = error.__cause__
         line = users_line_of(cause if isinstance(cause, Exception) else error)
@@ -129,9 +151,21 @@ def _piece(exported: Exported) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(owner, graph)
 
 
-def _line_of(node: torch.fx.Node) -> str:
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    return f", {trace[-2].strip()}" if len(trace) > 1 else ""
+@contextmanager
+def _sizes_kept(loss: Any) -> Iterator[None]:
+    """Let ``len(tensor)`` in the person's function be a size that may vary, and no number, within the block."""
+    function = inspect.unwrap(loss)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    names = getattr(getattr(function, "__func__", function), "__globals__", {})
+    if "len" in names:
+        yield
+        return
+    names["len"] = lambda value: value.size(0) if isinstance(value, torch.Tensor) and value.ndim else len(value)
+    try:
+        yield
+    finally:
+        del names["len"]
 
 
 def _sizes(exported: Exported, count: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
@@ -163,6 +197,16 @@ def _size(size: Any, numbers: dict[Any, int], bounds: list[tuple[int, int]]) -> 
 
 def _check_sizes(plain: PlainLoss, values: Sequence[Any]) -> None:
     known: dict[int, int] = {}
+    for place, kind in plain.numbers:
+        if not isinstance(values[place], torch.Tensor) or values[place].dtype is not torch.complex128:
+            raise refused(f"the loss, value {plain.segment.inputs[place]!r}", "no number", "a number of the batch")
+        if not values[place].is_meta and int(values[place].imag) != kind:
+            raise JobError(
+                f"the loss, value {plain.segment.inputs[place]!r}",
+                got="a number of another type than in the first batch",
+                expected="the same type in every batch",
+                remedy="Give numbers of the batch as float throughout, or as int.",
+            )
     for name, sizes, value in zip(plain.segment.inputs, plain.sizes, values, strict=True):
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
         if len(shape) != len(sizes) or not all(
@@ -194,12 +238,21 @@ def _samples(captured: Captured, spec: StageSpec) -> Iterator[list[torch.Tensor]
 
 
 def _values(captured: Captured, spec: StageSpec, batch: Batch) -> list[torch.Tensor]:
-    values, graph = captured.inputs.values(batch), captured.graph
+    values, graph = _inputs(captured, batch), captured.graph
     with torch.enable_grad(), autocast(captured.precision, CPU), torch.random.fork_rng(devices=[]):
         results, _ = run_nodes(captured.builder.exported, [values[n] for n in graph.inputs], keep=graph.outputs)
     wanted = captured.builder.roles(captured.builder.loss_spec(spec)).differentiable
     every = {**results, **values}
     return [every[name].detach().contiguous().requires_grad_(name in wanted) for name in spec.loss_reads]
+
+
+def _inputs(captured: Captured, batch: Batch) -> dict[str, torch.Tensor]:
+    """The graph's inputs and what the loss reads of a batch; what the person's function changes is restored."""
+    state = ReachableState([("inputs", captured.inputs.inputs), *DEFAULT_GENERATORS], torch.nn.Module())
+    try:
+        return captured.inputs.values(batch)
+    finally:
+        state.restore()
 
 
 def _compare(captured: Captured, spec: StageSpec, plain: PlainLoss, samples: Sequence[list[torch.Tensor]]) -> None:

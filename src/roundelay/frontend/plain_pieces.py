@@ -47,6 +47,14 @@ _KINDS: tuple[tuple[type, str], ...] = (
 )
 
 
+_FILLED: dict[Any, Any] = {
+    torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+}
+"""What travels in the place of operators that return memory as it is, which the person's program then fills."""
+
+
 def plain_graph(piece: torch.fx.GraphModule, where: Where) -> PlainGraph:
     """A graph as data.
 
@@ -77,7 +85,7 @@ def plain_graph(piece: torch.fx.GraphModule, where: Where) -> PlainGraph:
                 raise cannot_travel(
                     where(node),
                     f"{node.target}",
-                    "an operation of the list of those that may (roundelay.ir.plain_operations)",
+                    "one of those that may travel",
                 )
             args = tuple(argument(value) for value in node.args)
             kwargs = {key: argument(value) for key, value in node.kwargs.items()}

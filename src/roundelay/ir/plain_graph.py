@@ -162,12 +162,14 @@ class PlainLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes: for each of its inputs the sizes for which the graph holds: a number, or ``-1 - i`` for the i-th of the
             sizes that may vary; empty for what is no tensor.
         bounds: least and greatest value of each size that may vary.
+        numbers: places of the inputs that are numbers of the batch, and the kind of each, as it is sent.
     """
 
     segment: PlainSegment
     position: Annotated[int, Meta(ge=-1, lt=1 << 31)]
     sizes: tuple[tuple[Annotated[int, Meta(ge=-1024, lt=1 << 62)], ...], ...]
     bounds: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=1024)]
+    numbers: tuple[tuple[Count, Count], ...] = ()
 
 
 class PlainStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -321,6 +323,8 @@ def _check_loss(loss: PlainLoss) -> None:
         raise refused("the loss", f"sizes of {len(loss.sizes)} values", f"those of {len(loss.segment.inputs)}")
     if loss.segment.parameters or loss.segment.buffers:
         raise refused("the loss", "parameters or buffers", "values only")
+    if any(place >= len(loss.sizes) for place, _ in loss.numbers):
+        raise refused("the loss", "a number in the place of no input", "one of its inputs")
     for size in (size for of in loss.sizes for size in of):
         if -1 - size >= len(loss.bounds):
             raise refused("the loss", f"a size number {-1 - size}", f"at most {len(loss.bounds)}")
