@@ -150,7 +150,8 @@ def check_call(node: Call, graph: PlainGraph, limits: Limits) -> Operation:
     if operation is None:
         raise refused(what, f"a version of torch without it, {torch.__version__}", "the version of the host")
     args, kwargs = node.args, dict(node.kwargs)
-    _check_given(what, operation, args, kwargs)
+    own = {k: v for k, v in kwargs.items() if k in _KEY} if node.operation == KEYED_CALL else kwargs
+    _check_given(what, operation, args, own)  # those of a keyed operator are checked as its own, below
     _check_bodies(what, operation, args, kwargs, graph)
     if _KEY[0] in operation.required:
         _check_key(what, kwargs, graph)
@@ -161,6 +162,8 @@ def check_call(node: Call, graph: PlainGraph, limits: Limits) -> Operation:
         inner = Call(node.name, drawn.name, args[1:], {k: v for k, v in kwargs.items() if k not in _KEY}, node.ndim)
         check_call(inner, graph, limits)
         return operation
+    if node.operation.startswith(_NUMBERED):
+        _check_numbers(what, args)
     if node.operation == "torch.autocast" and args[0] != "cpu":
         raise refused(what, f"a device type {args[0]!s:.20}", "'cpu', which is that of the stage")
     given = [*zip(operation.positional, args, strict=False), *kwargs.items()]
@@ -174,7 +177,7 @@ def _check_given(what: str, operation: Operation, args: Sequence[Argument], kwar
     if len(args) > len(operation.positional) and not operation.extra:
         raise refused(what, f"{len(args)} arguments in order", f"at most {len(operation.positional)}")
     known = {*operation.positional[len(args) :], *operation.named}
-    if not operation.extra and (other := sorted(kwargs.keys() - known)):
+    if other := sorted(kwargs.keys() - known):
         raise refused(what, f"an argument {other[0]!r}", f"one of {', '.join(sorted(known)) or 'none'} by name")
     if missing := sorted(operation.required - {*in_order, *kwargs}):
         raise refused(what, f"{len(args)} arguments, without {missing[0]!r}", f"{len(operation.required)} or more")
@@ -194,6 +197,14 @@ def _check_bodies(
             raise refused(what, f"no graph as its argument {place}", "a graph")
         if inner and place not in operation.bodies:
             raise refused(what, "a graph as an argument", "values")
+
+
+def _check_numbers(what: str, args: Sequence[Argument]) -> None:
+    """Check that arithmetic is of nodes and numbers, and not of numbers alone."""
+    if not any(isinstance(value, Ref) for value in args):
+        raise refused(what, "no node among its arguments", "one at least")
+    if other := [value for value in args if not isinstance(value, (Ref, int, float))]:
+        raise refused(what, f"{other[0]!s:.80} as an argument", "nodes and numbers")
 
 
 def _check_key(what: str, kwargs: Mapping[str, Argument], graph: PlainGraph) -> None:
