@@ -159,8 +159,13 @@ def drop_assertions(exported: Exported) -> None:
     """Remove assertions on metadata from the graph."""
     graph = exported.module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and str(node.target).startswith(_ASSERTIONS):
+        if is_assertion(node):
             graph.erase_node(node)
+
+
+def is_assertion(node: Node) -> bool:
+    """Whether a node only asserts something about sizes or dtypes."""
+    return node.op == "call_function" and str(node.target).startswith(_ASSERTIONS)
 
 
 def _statistics(exported: Exported) -> set[str]:

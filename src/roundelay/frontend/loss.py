@@ -65,6 +65,9 @@ def checked(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if len(parts) == 2 and isinstance(parts[1], (int, float)):
         parts = (parts[0], torch.tensor(float(parts[1])))
+    elif len(parts) == 2 and isinstance(parts[1], (torch.SymInt, torch.SymFloat)):  # while the loss is traced
+        number: Any = parts[1]
+        parts = (parts[0], torch.scalar_tensor(number, dtype=torch.get_default_dtype()))
     good = len(parts) in (1, 2) and all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts)
     if not good or not parts[0].is_floating_point():
         got = [f"tensor of shape {tuple(p.shape)} {p.dtype}" if isinstance(p, torch.Tensor) else repr(p) for p in parts]

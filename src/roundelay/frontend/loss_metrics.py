@@ -94,6 +94,9 @@ def _parts(metric: Any) -> Sequence[Any]:
 def _scalar(name: str, part: Any) -> torch.Tensor:
     if isinstance(part, int | float):
         return torch.tensor(float(part), dtype=torch.float64)
+    if isinstance(part, torch.SymInt | torch.SymFloat):  # while the loss is traced
+        number: Any = part
+        return torch.scalar_tensor(number, dtype=torch.float64)
     if isinstance(part, torch.Tensor) and part.numel() == 1 and not part.is_complex():
         return part.detach().reshape(()).to(torch.float64)
     raise JobError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,13 @@ from roundelay.frontend.graph_run import DRAW, run_nodes
 from roundelay.frontend.loss import LossCall
 from roundelay.frontend.mesh.local_graph import ONLY, MeshRank, take_part
 from roundelay.frontend.stages.compiled_segment import CompiledSegment
-from roundelay.frontend.stages.keyed_rng import RngKey, keyed_call
-from roundelay.frontend.stages.on_device import OnDevice, on_device
+from roundelay.frontend.stages.keyed_rng import RngKey
+from roundelay.frontend.stages.make_segment import Arithmetic, Roles, drawing, loss_segment_of, segment_of
+from roundelay.frontend.stages.on_device import on_device
 from roundelay.frontend.stages.precision import FULL, autocast
 from roundelay.frontend.stages.remat_segment import RematSegment
 from roundelay.frontend.stages.retarget_device import CPU, retarget
 from roundelay.frontend.stages.segment import Call, Segment
-from roundelay.frontend.stages.split_backward import split
 from roundelay.frontend.stages.stage_function import Mode, StageFunction
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import BATCH, COUNT, INPUT, LABELS, LOSS, WEIGHT, Graph
@@ -60,14 +59,9 @@ class StageBuilder:
         """The functions of one stage; see :meth:`roundelay.frontend.capture.Captured.stage`."""
         segments = [self._segment(part, device, halved=halved) for part in spec.segments]
         segments = [RematSegment.of(part) if i in spec.recomputed else part for i, part in enumerate(segments)]
-        outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
-        inputs = spec.inputs
-        if spec.stage == 0:  # the data that its own segments read, without what it only passes on
-            read = {name for segment in spec.segments for name in segment.inputs} | set(spec.loss_reads)
-            inputs = tuple(name for name in (*self.graph.inputs, *self.graph.batch) if name in read)
+        inputs, outputs = self.ends(spec)
         if spec.loss_reads:
-            segments.append(self._loss_segment(spec, device))
-            outputs = (*outputs, *segments[-1].spec.outputs)
+            segments.append(self.loss_segment(spec, device))
         borders = [i for i, part in enumerate(spec.segments) if self.graph.ops[part.stop - 1].name in self.boxes]
         boxed = [self.boxes[self.graph.ops[spec.segments[i].stop - 1].name] for i in borders]
         narrowed = {
@@ -76,6 +70,15 @@ class StageBuilder:
             if box.given == B and isinstance(box.needed, Split)
         }
         return StageFunction(tuple(segments), inputs, outputs, tuple(borders), narrowed)
+
+    def ends(self, spec: StageSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the values that a stage receives, and of those that it sends, the loss's among them."""
+        outputs = tuple(name for name in spec.outputs if not name.startswith((INPUT, BATCH)))  # those the reader sends
+        inputs = spec.inputs
+        if spec.stage == 0:  # the data that its own segments read, without what it only passes on
+            read = {name for segment in spec.segments for name in segment.inputs} | set(spec.loss_reads)
+            inputs = tuple(name for name in (*self.graph.inputs, *self.graph.batch) if name in read)
+        return inputs, (*outputs, *self.loss_spec(spec).outputs) if spec.loss_reads else outputs
 
     def walk(self, values: Mapping[str, torch.Tensor], each: Callable[[int, Callable[[], Any]], Any]) -> torch.Tensor:
         """Run the whole model operation by operation; see :meth:`roundelay.frontend.capture.Captured.walk`."""
@@ -93,56 +96,55 @@ class StageBuilder:
             loss: list[torch.Tensor] = each(len(order), partial(self._loss_call(CPU), *reads, RngKey(0, 0)))
         return loss[0]
 
-    def _segment(self, spec: SegmentSpec, device: torch.device, *, halved: bool) -> Segment:
-        if (spec, device) not in self._pieces:
-            self._pieces[spec, device] = retarget(_sub_graph(self.exported, self.graph, spec), device)
-        piece, lowers = self._pieces[spec, device], self.precision != FULL
+    def roles(self, spec: SegmentSpec) -> Roles:
+        """What becomes of the values of a segment."""
         trainable = frozenset(n for n in spec.parameters if self.graph.parameters[n].trainable)
         mutated = frozenset(n for n in spec.buffers if n in self.mutated)
-        call = self._compiled_call(spec, device, piece)
-        segment = Segment(spec, call, trainable, self._differentiable(spec.inputs), mutated, casts=lowers)
-        if not halved:
-            return segment
-        halves = split(piece, spec.parameters, trainable, lowered=lowers)
-        return replace(segment, halves=replace(halves, call=self._lowered(halves.call, device)))
+        return Roles(trainable, self._differentiable(spec.inputs), mutated)
 
-    def _compiled_call(self, spec: SegmentSpec, device: torch.device, piece: torch.fx.GraphModule) -> Call:
-        eager = self._lowered(piece.forward, device)
+    def piece(self, spec: SegmentSpec, device: torch.device) -> torch.fx.GraphModule:
+        """A segment's graph of parameters, buffers, inputs and the RNG key, on a device."""
+        if (spec, device) not in self._pieces:
+            self._pieces[spec, device] = retarget(_sub_graph(self.exported, self.graph, spec), device)
+        return self._pieces[spec, device]
+
+    def loss_spec(self, spec: StageSpec) -> SegmentSpec:
+        """The names of the loss's segment."""
+        end = len(self.graph.ops)
+        counts = (COUNT,) if self.graph.loss_counts else (LABELS,) if self.graph.labels_per_row else ()
+        return SegmentSpec(end, end, (), (), spec.loss_reads, (LOSS, *counts, *self.graph.metrics))
+
+    @property
+    def loss_position(self) -> int:
+        """The place of a loss that draws random numbers, after the random operations of the graph; else -1."""
+        return sum(op.draws >= 0 for op in self.graph.ops) if self.loss.reads.draws else -1
+
+    def _segment(self, spec: SegmentSpec, device: torch.device, *, halved: bool) -> Segment:
+        piece, arithmetic = self.piece(spec, device), Arithmetic(device, self.precision)
+        call = self._compiled_call(spec, arithmetic, piece)
+        return segment_of(piece, spec, self.roles(spec), arithmetic, call, halved=halved)
+
+    def _compiled_call(self, spec: SegmentSpec, arithmetic: Arithmetic, piece: torch.fx.GraphModule) -> Call:
+        eager = arithmetic.lowered(piece.forward)
         if self.mode is None:
             return eager
+        device = arithmetic.device
         key = (spec, device, self.precision, saves_all := self.mode == "mixed")
         if key not in self.compiled:
             context = partial(autocast, self.precision, device)
             self.compiled[key] = CompiledSegment(piece, eager, context, saves_all=saves_all)
         return self.compiled[key]
 
-    def _lowered(self, call: Call, device: torch.device) -> Call:
-        """The call under the autocast of the precision."""
-        if self.precision == FULL:
-            return call
+    def loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
+        """The loss as a segment of the last stage."""
+        part = self.loss_spec(spec)
+        return loss_segment_of(
+            self._loss_call(device), part, self.roles(part).differentiable, Arithmetic(device, self.precision)
+        )
 
-        def lowered(*args: Any) -> Sequence[Any]:
-            with autocast(self.precision, device):
-                return call(*args)
-
-        return lowered
-
-    def _loss_segment(self, spec: StageSpec, device: torch.device) -> Segment:
-        end = len(self.graph.ops)
-        counts = (COUNT,) if self.graph.loss_counts else (LABELS,) if self.graph.labels_per_row else ()
-        part = SegmentSpec(end, end, (), (), spec.loss_reads, (LOSS, *counts, *self.graph.metrics))
-        call = self._lowered(self._loss_call(device), device)
-        mode = None if device == CPU else OnDevice(device)  # of functions with a backward of their own, and of hooks
-        around = nullcontext if mode is None else lambda: mode
-        return Segment(part, call, frozenset(), self._differentiable(spec.loss_reads), frozenset(), around=around)
-
-    def _loss_call(self, device: torch.device) -> Callable[..., list[torch.Tensor]]:
+    def _loss_call(self, device: torch.device) -> Call:
         """The loss; if it draws random numbers, as the random operation after the last one of the graph."""
-        loss = on_device(device, self.loss)
-        if not self.loss.reads.draws:
-            return lambda *values: loss(*values[:-1])
-        position = sum(op.draws >= 0 for op in self.graph.ops)
-        return lambda *values: keyed_call(loss, *values[:-1], draw=values[-1], position=position, on=device)
+        return drawing(on_device(device, self.loss), self.loss_position, device)
 
     def _differentiable(self, names: tuple[str, ...]) -> frozenset[str]:
         """Those of the values that want a gradient."""
@@ -191,12 +193,13 @@ def _sub_graph(exported: Exported, graph: Graph, spec: SegmentSpec) -> torch.fx.
             results.append(env[name])
         else:  # passed on by an operation at the very end, so that the later readers' gradient is added first
             place = name if name in nodes else places[_source(name)]
-            results.append(piece.call_function(_pass_on, (env[place],)))
+            results.append(piece.call_function(pass_on, (env[place],)))
     piece.output(results)
     return torch.fx.GraphModule(owner, piece)
 
 
-def _pass_on(value: Any) -> Any:
+def pass_on(value: Any) -> Any:
+    """A value as the result of an operation."""
     return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
 
