@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from roundelay.frontend import Captured
 from roundelay.frontend.export.gradient_hooks import call_hooks, hooks_of
+from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.averages import EMA
 from roundelay.ir.work import Settings
 from roundelay.job import Job
@@ -47,7 +47,7 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, captured: Captured, job: Job, settings: Settings, initial: Initial, owned: OwnedWeights, *, first: bool
+        self, captured: WorkerModel, job: Job, settings: Settings, initial: Initial, owned: OwnedWeights, *, first: bool
     ) -> None:
         self._hooks = hooks_of(captured.model) if first else {}
         self._weights = owned.weights

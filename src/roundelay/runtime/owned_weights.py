@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from roundelay.checkpoint.shards import Ranges
-from roundelay.frontend import Captured
+from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.mesh import COPIES
 from roundelay.ir.work import StageWork
 from roundelay.runtime.state_bucket import StateBucket
@@ -29,7 +29,7 @@ class OwnedWeights:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: WorkerModel,
         own: StageWork,
         shards: int,
         parameters: dict[str, torch.nn.Parameter],
@@ -121,11 +121,11 @@ class OwnedWeights:
         return self._captured.owned(name, local, self._place)
 
 
-def _as_gathered(captured: Captured, name: str, weight: torch.Tensor) -> torch.Tensor:
+def _as_gathered(captured: WorkerModel, name: str, weight: torch.Tensor) -> torch.Tensor:
     """Of the shape and dtype in which a weight is gathered."""
     dtype = captured.residences[name].cast
     return torch.empty(weight.shape, dtype=getattr(torch, dtype) if dtype else weight.dtype, device="meta")
 
 
-def _bucket(named: list[tuple[str, torch.Tensor]], captured: Captured, shards: int) -> StateBucket | None:
+def _bucket(named: list[tuple[str, torch.Tensor]], captured: WorkerModel, shards: int) -> StateBucket | None:
     return StateBucket.of(named, captured.states, shards) if named else None

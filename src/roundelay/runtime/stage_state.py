@@ -11,10 +11,11 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.checkpoint.in_flight_state import StageInFlight, Weights
 from roundelay.checkpoint.shards import Shard
-from roundelay.frontend import Captured, Mode, RngKey, StageFunction, StageTape
+from roundelay.frontend import Mode, RngKey, StageFunction, StageTape
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.segment import Leaves, storages_of
 from roundelay.frontend.stages.stage_function import Debt, debt_bytes
+from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.exchange import WEIGHT_GRADIENT, ExchangePlan, all_reduce
 from roundelay.ir.mesh import COPIES, REPLICAS
 from roundelay.ir.micro_batch import MicroBatch
@@ -52,7 +53,7 @@ class Stage:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: WorkerModel,
         spec: StageSpec,
         job: Job,
         work: Work,
@@ -352,7 +353,7 @@ class Stage:
 
 
 def _gradients(
-    captured: Captured, own: StageWork, settings: Settings, owned: OwnedWeights, whole: Mapping[str, torch.Tensor]
+    captured: WorkerModel, own: StageWork, settings: Settings, owned: OwnedWeights, whole: Mapping[str, torch.Tensor]
 ) -> Gradients:
     """The sums of a stage's gradients on a holder, with how they are exchanged with others."""
     trained = {n: p for n, p in whole.items() if p.requires_grad}
@@ -381,7 +382,7 @@ def _gradients(
     )
 
 
-def _parameter(captured: Captured, name: str, weight: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+def _parameter(captured: WorkerModel, name: str, weight: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
     return torch.nn.Parameter(weight.to(device, copy=True), captured.graph.parameters[name].trainable)
 
 

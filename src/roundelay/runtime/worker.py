@@ -17,7 +17,7 @@ import torch
 from roundelay.actor.machine import Run
 from roundelay.actor.machines import machine_for
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
-from roundelay.frontend import Captured
+from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
@@ -111,7 +111,7 @@ class Task(Workload):
     """
 
     partition: Partition
-    captured: Captured
+    captured: WorkerModel
     job: Job
     seed: int
     extent: Extent
@@ -465,7 +465,7 @@ def _edges(partition: Partition, channels: Iterable[Channel]) -> dict[int, tuple
     return edges
 
 
-def _boxings(captured: Captured, exchanges: Mapping[int, ExchangePlan]) -> dict[int, Boxing]:
+def _boxings(captured: WorkerModel, exchanges: Mapping[int, ExchangePlan]) -> dict[int, Boxing]:
     """What is boxed within stages, by channel."""
     found = {}
     for channel, exchange in exchanges.items():
