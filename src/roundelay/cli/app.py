@@ -33,6 +33,7 @@ from roundelay.cli.check_options import (
 )
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
+from roundelay.cli.host_options import HostOptions, Listen, check_hosted
 from roundelay.cli.loading import load
 from roundelay.cli.output_streams import lost
 from roundelay.cli.screen import only_json, show_error, stderr
@@ -186,6 +187,37 @@ def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_jso
     process_group, choices = load("cli.launched_choices").joined(choices, 0, planned=planned)
     SIGNALS.join()
     return int(command.verify_command(job_file, choices, options, process_group, as_json=as_json))
+
+
+@app.command("host", epilog="Example: `roundelay host my_job.py --peers 3 --listen 192.168.1.20 --out shared`")
+@o.expand_options
+def host(job_file: o.JobFile, choices: Choices, options: HostOptions, as_json: o.Json = False) -> int:
+    """Train with machines that join: print an invitation for each other one, and begin when all are here.
+
+    Machines that join get a part of the model as data, and run nothing of the job's Python. Stage 0, here, sees the
+    data; each machine sees, and may keep, the weights of its own stage and what it gets from the stages beside it.
+    """
+    check_lengths(options.steps, options.epochs)
+    o.refuse_launcher("host")
+    check_hosted(choices)
+    check_choices(job_file, replace(choices, workers=options.peers, transport="grpc"), planned=True)
+    SIGNALS.join()
+    return int(load("cli.host_command").host_command(job_file, choices, options, as_json=as_json))
+
+
+@app.command("join", epilog="Example: `roundelay join roundelay-1-...`, the line that the host has printed")
+def join(
+    invitation: Annotated[str, typer.Argument(help="The line that the host has printed for this machine.")],
+    listen: Listen = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(help="Bytes that this machine's part may need. [default: 0.8 of what is free]", min=1),
+    ] = None,
+) -> int:
+    """Put this machine to work in a run that another hosts. Nothing of its Python, and none of its data, comes here."""
+    o.refuse_launcher("join")
+    SIGNALS.join()
+    return int(load("cli.join_command").join_command(invitation, listen, memory_limit))
 
 
 @app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")

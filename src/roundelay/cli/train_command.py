@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -83,6 +84,24 @@ def train_command(
     return 0
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that may begin.
+
+    Args:
+        planned: the job and its plan.
+        session: the training.
+        folder: of the run.
+        checked: how the job was compared with plain PyTorch.
+    """
+
+    planned: PlannedJob
+    session: Session
+    folder: RunFolder
+    checked: str
+
+
 def train_job(
     planned: PlannedJob, run: RunOptions, runs: Path, *, quiet: bool, process_group: ProcessGroup | None
 ) -> dict[str, Any]:
@@ -95,22 +114,35 @@ def train_job(
         quiet: print messages only.
         process_group: the launcher's processes, if one has started this process; this one leads them.
     """
-    job, plan, session = planned.job, planned.plan, _session(planned, run)
+    return train_prepared(
+        prepare(planned, run, runs, process_group, quiet=quiet), run, runs, process_group, quiet=quiet
+    )
+
+
+def prepare(
+    planned: PlannedJob, run: RunOptions, runs: Path, process_group: ProcessGroup | None, *, quiet: bool
+) -> Prepared:
+    """Check a job, and create the folder of its run; arguments as of :func:`train_job`."""
+    session = _session(planned, run)
     checked = check_before_training(session, run.check, launched=process_group is not None)
     if checked:
         announce(f"{checked[0].upper()}{checked[1:]}.", quiet and UNCHECKED not in checked)
     session, folder = _begun(session, run.out, runs, process_group)
-    try:
+    return Prepared(planned, session, folder, checked)
+
+
+def train_prepared(
+    prepared: Prepared, run: RunOptions, runs: Path, process_group: ProcessGroup | None, *, quiet: bool
+) -> dict[str, Any]:
+    """Train, with progress and results on the screen; returns the summary. Arguments as of :func:`train_job`."""
+    planned, session, folder = prepared.planned, prepared.session, prepared.folder
+    job, plan = planned.job, planned.plan
+    with discarding(folder):
         folder.write_plan(plan.text(explain(planned.captured, plan, planned.reasons)))
         baselines = _measure_plain(job, plan, run.seed, quiet=quiet) if run.baseline else {}
         trained = _trained(session, folder, run, quiet=quiet, process_group=process_group)
-    except BaseException:
-        if not folder.metrics.exists() or not folder.metrics.stat().st_size:
-            folder.plan.unlink(missing_ok=True)
-            folder.discard()  # nothing was trained
-        raise
     _show_debug(trained)
-    summary = write_results(session, trained, folder, baselines, checked, planned.notices)
+    summary = write_results(session, trained, folder, baselines, prepared.checked, planned.notices)
     if not quiet:
         for line in summary_lines(summary, plan):
             stdout.print(line, markup=False)
@@ -122,6 +154,18 @@ def train_job(
         place = folder.path if run.out is None else run.out
         stderr.print(f"Run folder: {place}{link}; `roundelay report {place}` draws it", markup=False, soft_wrap=True)
     return summary
+
+
+@contextmanager
+def discarding(folder: RunFolder) -> Iterator[None]:
+    """Discard the folder of a run that fails within the context before anything is trained."""
+    try:
+        yield
+    except BaseException:
+        if not folder.metrics.exists() or not folder.metrics.stat().st_size:
+            folder.plan.unlink(missing_ok=True)
+            folder.discard()
+        raise
 
 
 def _session(planned: PlannedJob, run: RunOptions) -> Session:

@@ -1,4 +1,4 @@
-"""A stage that has come as data, as a worker needs the model: without a mesh, and without the other stages."""
+"""Stages that have come as data, as a worker needs the model: without a mesh, and without the other stages."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from roundelay.ir.stage import StageSpec
 @final
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """One stage of a model, with the interface of :class:`roundelay.frontend.worker_model.WorkerModel`.
+    """Some stages of a model, with the interface of :class:`roundelay.frontend.worker_model.WorkerModel`.
 
     Args:
-        model: has the stage's parameters under their names.
+        model: has the stages' parameters under their names.
         graph: what is said of the model beside its operations.
-        plain: the stage.
+        plains: the stages, by number.
     """
 
     model: torch.nn.Module
     graph: Graph
-    plain: PlainStage
+    plains: Mapping[int, PlainStage]
     residences: Mapping[str, Residence] = field(default_factory=dict)
     states: Mapping[str, Split] = field(default_factory=dict)
 
@@ -45,10 +45,10 @@ class PlainModel:
     def stage(
         self, spec: StageSpec, device: torch.device = CPU, *, halved: bool = False, part: int = 0
     ) -> StageFunction:
-        """The functions of the stage."""
-        if spec.stage != self.plain.stage or part:
+        """The functions of a stage."""
+        if spec.stage not in self.plains or part:
             raise self._bug(f"stage {spec.stage} at place {part}")
-        return rebuilt(self.plain, device, halved=halved)
+        return rebuilt(self.plains[spec.stage], device, halved=halved)
 
     def flatten_recurrent(self, spec: StageSpec, weights: Mapping[str, torch.Tensor]) -> None:
         """Do nothing: a stage that has come as data runs on the CPU."""
@@ -79,9 +79,9 @@ class PlainModel:
 
     def _bug(self, got: str) -> InternalError:
         return InternalError(
-            f"stage {self.plain.stage}, which has come as data",
+            f"stages {[*self.plains]}, which have come as data",
             got=got,
-            expected="only what one stage without a mesh needs",
+            expected="only what these stages need, without a mesh",
             remedy="Report this as a bug.",
         )
 

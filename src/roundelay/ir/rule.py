@@ -201,6 +201,9 @@ _BUILT_IN = (
     ),
 )
 
+BUILT_IN = tuple(rule.name for rule in _BUILT_IN)
+"""Names of the rules that no job has registered."""
+
 _RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _BUILT_IN}
 
 

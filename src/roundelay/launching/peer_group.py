@@ -91,6 +91,7 @@ class PeerGroup(ProcessGroup):
     def __init__(self, place: Place, texts: Texts) -> None:
         super().__init__(place.rank, place.size, place.generation)
         self._place, self._texts = place, texts
+        self.trusting = False
 
     def publish(self, name: str, text: str) -> None:
         """Leave a text for the others; the host does.

@@ -42,6 +42,8 @@ class ProcessGroup(ABC):
         self.others = (*range(rank), *range(rank + 1, size))
         self.leads, self._met = rank == LEADER, False
         self._channel: ControlChannel | None = None
+        #: whether this process does what the leader says with files of its own machine
+        self.trusting = True
 
     @property
     def met(self) -> bool:

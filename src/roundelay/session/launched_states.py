@@ -70,7 +70,7 @@ def fetched_use(process_group: ProcessGroup) -> tuple[StateUse, int | None]:
         return kind(value)
 
     announced = msgspec.json.decode(process_group.fetch(_name(process_group)), type=_Announced, dec_hook=made)
-    shared = announced.probe is None or announced.probe.is_file()
+    shared = process_group.trusting and (announced.probe is None or announced.probe.is_file())
     return replace(announced.use, shared=shared), announced.save_every
 
 

@@ -1,0 +1,111 @@
+"""Options of ``roundelay host`` and ``roundelay join``. No torch is needed."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roundelay.cli import options as o
+from roundelay.errors import UsageError
+from roundelay.planner.plan_options import Choices
+
+LOOPBACK = "127.0.0.1"
+
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        help="Address, or ADDRESS:PORT, of this machine at which the others reach it. [default: 127.0.0.1, which "
+        "nobody outside of this machine does]",
+        metavar="A[:P]",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """Options of ``host`` other than its plan's choices, one for each field."""
+
+    peers: Annotated[int, typer.Option(help="Machines that train, this one included.", min=2, max=64)]
+    listen: Listen = None
+    wait_s: Annotated[
+        float, typer.Option(help="Seconds in which all must have joined; then their invitations expire.", min=1)
+    ] = 3600.0
+    steps: o.Steps = None
+    epochs: o.Epochs = None
+    seed: o.Seed = 0
+    resume: o.Resume = None
+    out: Annotated[Path | None, typer.Option(help="The run's folder. [default: runs/TIME]")] = None
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="Also write a checkpoint every S updates. [default: only after epochs]",
+            min=0,
+            metavar="S",
+            show_default=False,
+        ),
+    ] = 0
+    check: o.Check = None
+
+    def of_run(self) -> o.RunOptions:
+        """Those that ``train`` has too."""
+        return o.RunOptions(
+            steps=self.steps,
+            epochs=self.epochs,
+            seed=self.seed,
+            resume=self.resume,
+            out=self.out,
+            checkpoint_every=self.checkpoint_every,
+            check=self.check,
+        )
+
+
+def address_of(listen: str | None) -> tuple[str, int]:
+    """The address and the port to listen on; port 0 is any free one.
+
+    Raises:
+        UsageError: it is no address of one machine.
+    """
+    text = LOOPBACK if listen is None else listen.strip()
+    host, colon, port = (text, "", "0") if text.count(":") > 1 and not text.startswith("[") else text.rpartition(":")
+    host, port = (host, port) if colon else (text, "0")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        number = ipaddress.ip_address(host)
+        if port.isdecimal() and int(port) < 2**16 and not number.is_unspecified and not number.is_multicast:
+            return host, int(port)
+    except ValueError:
+        pass
+    raise UsageError(
+        "--listen",
+        got=repr(listen),
+        expected="an address of this machine at which the others reach it, such as 192.168.1.20 or 192.168.1.20:7700",
+        remedy="`ip -brief address` shows the addresses of this machine.",
+    )
+
+
+def check_hosted(choices: Choices) -> None:
+    """Refuse choices that mean nothing where one machine hosts and others join.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    given = sorted(choices.names() & _NOT_HOSTED)
+    if given:
+        name = f"--{given[0].replace('_', '-')}"
+        raise UsageError(
+            f"{name} with `roundelay host`",
+            got="both",
+            expected="one stage for each machine, on its CPU, over grpc",
+            remedy=f"Leave {name} out; --peers says how many machines there are.",
+        )
+
+
+_NOT_HOSTED = {
+    *("workers", "stages", "transport", "devices", "layout", "data_parallel", "tensor_parallel", "signatures"),
+    *("zero", "hybrid", "cluster", "compile"),
+}

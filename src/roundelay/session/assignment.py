@@ -1,0 +1,361 @@
+"""What a machine that has joined is assigned: its stages, plan, optimizer and state as data, and a task made of them.
+
+Nothing of it is Python, and nothing is believed that the machine does not check: the plan is read and checked as a file
+would be, operations are those of a list, and memory is what the machine allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, NoReturn, final
+
+import msgspec
+import torch
+from msgspec import Meta
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from roundelay.checkpoint import held_state
+from roundelay.checkpoint.held_state import HeldState, StateTable
+from roundelay.checkpoint.shards import Shard, whole_ranges
+from roundelay.errors import PlanError, RoundelayError, UsageError
+from roundelay.frontend.plain_model import PlainModel, module_of
+from roundelay.frontend.plain_stage import plain_stage
+from roundelay.ir import plain_graph
+from roundelay.ir.graph import Graph, Parameter
+from roundelay.ir.plan import Plan
+from roundelay.ir.rule import BUILT_IN
+from roundelay.ir.stage import Edge, Partition, StageSpec
+from roundelay.job import Job
+from roundelay.launching.peer_group import Place
+from roundelay.lower.emit import emit
+from roundelay.lower.reading import Reading
+from roundelay.lower.validate_plan import check_plan
+from roundelay.lower.work import works_of
+from roundelay.runtime.initial_state import Initial
+from roundelay.runtime.loading.checkpoint_schedule import Extent
+from roundelay.runtime.optimizer import plain_optimizer as optimizers
+from roundelay.runtime.optimizer.optimizer_state import WHOLE
+from roundelay.runtime.optimizer.stage_optimizer import without_gradients
+from roundelay.runtime.state_reports import StateUse
+from roundelay.runtime.worker import Task
+from roundelay.session.training import Session
+from roundelay.trust.authority import Credentials
+
+ASSIGNMENT, STATE = "assignment", "state"
+"""Names under which the host leaves these for a machine."""
+
+MOST_BYTES = 2**26
+"""Of an assignment without its state."""
+
+MANY_UPDATES = 1_000_000
+"""Updates for which a schedule is tabled where a run's length is not known."""
+
+_Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+@final
+class Assigned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage of a machine.
+
+    Args:
+        spec: which part of the graph it is, and what it sends and receives.
+        plain: the stage (:func:`roundelay.ir.plain_graph.encoded`).
+        parameters: what is said of its parameters, by name.
+        state: of the stage, without its tensors.
+        strides: of tensors that do not lie in the order of their dimensions, by name.
+    """
+
+    spec: StageSpec
+    plain: bytes
+    parameters: dict[str, Parameter]
+    state: StateTable
+    strides: dict[str, tuple[_Count, ...]]
+
+
+@final
+class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a machine is assigned.
+
+    Args:
+        plan: text of the plan.
+        rank: number of the machine's worker.
+        seed: of the run.
+        start_g: first micro-batch.
+        updates: made before.
+        optimizer: the optimizer (:func:`roundelay.runtime.optimizer.plain_optimizer.encoded`).
+        stages: of the worker.
+        inputs: values that enter the model.
+        batch: values of the batch that the loss reads.
+        metrics: values that the loss returns beside the loss.
+        loss_counts: whether the loss returns a sum and a count.
+        labels_per_row: where it is a mean over labels; else 0.
+        generation: of the run.
+    """
+
+    plan: str
+    rank: _Count
+    seed: int
+    start_g: _Count
+    updates: _Count
+    optimizer: bytes
+    stages: tuple[Assigned, ...]
+    inputs: tuple[str, ...]
+    batch: tuple[str, ...]
+    metrics: tuple[str, ...]
+    loss_counts: bool
+    labels_per_row: float
+    generation: _Count
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Assignment)
+
+
+def check_travels(session: Session) -> None:
+    """Refuse, before anybody joins, what cannot travel as data.
+
+    Raises:
+        PlanError, CaptureError, JobError: naming it.
+    """
+    plan = session.plan
+    if plan.rule not in BUILT_IN:
+        raise PlanError(
+            f"rule {plan.rule!r}",
+            got="a rule that the job registers",
+            expected="one of Roundelay's own: machines that join get data, and no Python",
+            remedy="Choose one of " + ", ".join(BUILT_IN) + ".",
+        )
+    for worker in range(1, plan.num_workers):
+        assignment_of(session, worker, 0)
+
+
+def assignment_of(session: Session, worker: int, generation: int) -> tuple[bytes, bytes]:
+    """A worker's assignment, and the tensors of its state, as bytes.
+
+    Args:
+        session: not yet run.
+        worker: number of the worker.
+        generation: of the run.
+
+    Raises:
+        CaptureError, JobError: something cannot travel.
+    """
+    plan, job, captured, initial = session.plan, session.job, session.captured, session.initial
+    graph, tensors = captured.graph, dict[str, torch.Tensor]()
+    updates = MANY_UPDATES if session.extent.batches is None else initial.updates + session.extent.batches
+    named = without_gradients(captured.model)
+    stages = []
+    for number in plan.stages_of(worker):
+        spec = session.partition.stages[number]
+        table, own = held_state.encode(_held(initial, spec))
+        tensors |= {f"{number} {name}": tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
+        stages.append(
+            Assigned(
+                spec,
+                plain_graph.encoded(plain_stage(captured, spec)),
+                {name: graph.parameters[name] for name in spec.parameters},
+                table,
+                {name: tensor.stride() for name, tensor in own.items() if not tensor.is_contiguous()},
+            )
+        )
+    assignment = Assignment(
+        plan.text(),
+        worker,
+        session.seed,
+        session.extent.start_g,
+        initial.updates,
+        optimizers.encoded(optimizers.plain_optimizer(job.optimizer, job.scheduler, named, updates)),
+        tuple(stages),
+        graph.inputs,
+        graph.batch,
+        graph.metrics,
+        graph.loss_counts,
+        graph.labels_per_row,
+        generation,
+    )
+    return _ENCODER.encode(assignment), save_tensors(tensors)
+
+
+def _held(initial: Initial, spec: StageSpec) -> HeldState:
+    parameters = {name: initial.parameters[name] for name in spec.parameters}
+    optimizer = {name: dict(initial.optimizer[name]) for name in (*parameters, WHOLE) if name in initial.optimizer}
+    return HeldState(
+        spec.stage,
+        {name: Shard(whole_ranges(tensor.shape), tensor) for name, tensor in parameters.items()},
+        {name: initial.buffers[name] for name in spec.buffers},
+        optimizer,
+        initial.flight_of(spec.stage),
+    )
+
+
+def read_assignment(data: bytes, rank: int, memory_bytes: int) -> tuple[Assignment, Reading]:
+    """An assignment from bytes from outside, and its plan; what it needs must fit into a machine's memory.
+
+    Args:
+        data: the bytes.
+        rank: number of this machine's worker.
+        memory_bytes: that the machine allows.
+
+    Raises:
+        UsageError: they are none for this machine, or it needs more memory.
+        PlanError: the plan cannot be run.
+    """
+    try:
+        assignment = _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(f"{error}") from error
+    reading = check_plan(Plan.parse(assignment.plan))
+    own = reading.plan.stages_of(rank) if rank < reading.plan.num_workers else ()
+    if assignment.rank != rank or tuple(stage.spec.stage for stage in assignment.stages) != tuple(own):
+        raise _refused("the stages of another worker")
+    if len(reading.plan.stages[0].workers) > 1 or reading.plan.rule not in BUILT_IN:
+        raise _refused("a plan for other machines than those that join")
+    needed = sum(_needed(reading, stage) for stage in own)
+    if needed > memory_bytes:
+        raise UsageError(
+            "memory for this machine's part of the model",
+            got=f"{needed:,} bytes needed",
+            expected=f"at most {memory_bytes:,}, the --memory-limit",
+            remedy="Raise it, or ask the host for a smaller part.",
+        )
+    return assignment, reading
+
+
+def _needed(reading: Reading, stage: int) -> int:
+    """Bytes of a stage: weights, gradients, two states, versions and tapes in flight."""
+    own, size = reading.plan.stages[stage], reading.plan.num_stages
+    in_flight = own.in_flight or (size - stage if not reading.flushes else reading.plan.micro_batches)
+    return own.parameter_bytes * (4 + in_flight) + own.tape_bytes * in_flight
+
+
+def task_of(assignment: Assignment, reading: Reading, state: bytes, use: StateUse) -> Task:
+    """The task of a machine.
+
+    Args:
+        assignment: as read.
+        reading: of its plan.
+        state: tensors, as bytes from outside.
+        use: what the states are needed for.
+
+    Raises:
+        UsageError: the state does not fit.
+        PlanError: a stage cannot be rebuilt.
+    """
+    plains = {one.spec.stage: plain_graph.decoded(one.plain) for one in assignment.stages}
+    try:
+        held = _states(assignment, load_tensors(state))
+        initial = _initial(assignment, held)
+    except RoundelayError:
+        raise
+    except Exception as error:  # bytes from outside
+        raise _refused(f"a state that does not fit: {type(error).__name__}: {error}") from error
+    parameters = {name: own for one in assignment.stages for name, own in one.parameters.items()}
+    trained = {n: torch.nn.Parameter(initial.parameters[n], own.trainable) for n, own in parameters.items()}
+    plain = optimizers.decoded(assignment.optimizer)
+    model = PlainModel(module_of(trained), _graph(assignment, parameters), plains)
+    return Task(
+        works=works_of(reading, emit(reading)),
+        partition=_partition(assignment, reading.plan.num_stages),
+        captured=model,
+        job=Job(
+            model=model.model,
+            loss=_no_data,
+            batches=_no_data,  # the host reads
+            optimizer=optimizers.optimizer_of(plain),
+            scheduler=optimizers.scheduler_of(plain),
+        ),
+        seed=assignment.seed,
+        extent=Extent(start_g=assignment.start_g, start_batch=assignment.updates),
+        initial=initial,
+        handlers={},
+        states=use,
+    )
+
+
+def place_of(reading: Reading, rank: int, credentials: Credentials, host: str, generation: int) -> Place:
+    """What a machine has in a run; messages have at most a few times the bytes of the plan's.
+
+    Args:
+        reading: of the plan.
+        rank: number of the machine's worker.
+        credentials: its own.
+        host: the address at which it serves.
+        generation: of the run.
+    """
+    plan = reading.plan
+    largest = max((n for edge in plan.edges for n in (edge.forward_bytes, edge.backward_bytes)), default=0)
+    reports = max(_needed(reading, stage) for stage in range(plan.num_stages))
+    return Place(rank, plan.num_workers, credentials, host, generation, 4 * largest + 2**20, 2 * reports + MOST_BYTES)
+
+
+def _states(assignment: Assignment, tensors: Mapping[str, torch.Tensor]) -> list[HeldState]:
+    found = []
+    for one in assignment.stages:
+        prefix = f"{one.spec.stage} "
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        for name, strides in one.strides.items():
+            own[name] = torch.empty_strided(own[name].shape, strides, dtype=own[name].dtype).copy_(own[name])
+        found.append(held_state.decode(one.state, own))
+    return found
+
+
+def _initial(assignment: Assignment, held: list[HeldState]) -> Initial:
+    parameters = {name: shard.tensor for own in held for name, shard in own.parameters.items()}
+    for one in assignment.stages:
+        for name in one.spec.parameters:
+            said, tensor = one.parameters[name], parameters[name]
+            if tuple(tensor.shape) != said.shape or str(tensor.dtype) != f"torch.{said.dtype}":
+                raise _refused(f"parameter {name!r} of shape {tuple(tensor.shape)} {tensor.dtype}")
+    flights = {(own.stage, 0): own.flight for own in held if own.flight is not None}
+    return Initial(
+        parameters,
+        {name: buffer for own in held for name, buffer in own.buffers.items()},
+        {name: state for own in held for name, state in own.optimizer.items()},
+        assignment.updates,
+        flights if len(flights) == len(held) else None,
+    )
+
+
+def _graph(assignment: Assignment, parameters: Mapping[str, Parameter]) -> Graph:
+    return Graph(
+        ops=(),
+        inputs=assignment.inputs,
+        batch=assignment.batch,
+        outputs=(),
+        values={},
+        parameters=dict(parameters),
+        buffers={name: 0 for one in assignment.stages for name in one.spec.buffers},
+        cuts=(),
+        loss_counts=assignment.loss_counts,
+        fingerprint="",
+        sample_rows=1,
+        metrics=assignment.metrics,
+        labels_per_row=assignment.labels_per_row,
+    )
+
+
+def _partition(assignment: Assignment, num_stages: int) -> Partition:
+    """All stages, of which those of other machines have only the edges to this one's."""
+    own = {one.spec.stage: one.spec for one in assignment.stages}
+    edges: list[Edge] = [edge for spec in own.values() for edge in spec.receives if edge.source not in own]
+    others = {k: StageSpec(k, (), (), (), ()) for k in range(num_stages) if k not in own}
+    for edge in edges:
+        if edge.source not in others:
+            raise _refused(f"an edge from stage {edge.source}")
+        others[edge.source] = replace(others[edge.source], sends=(*others[edge.source].sends, edge))
+    every = others | own
+    return Partition(tuple(every[k] for k in range(num_stages)))
+
+
+def _no_data(*values: Any) -> NoReturn:
+    raise AssertionError("the host reads the data, and the loss is one of the stages")
+
+
+def _refused(got: str) -> UsageError:
+    return UsageError(
+        "assignment from the host",
+        got=got,
+        expected="stages, a plan and a state for this machine, as Roundelay writes them",
+        remedy="Check that the host runs the same version of Roundelay.",
+    )
