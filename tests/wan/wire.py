@@ -1,10 +1,10 @@
-"""The process that makes a bed's namespaces, carries packets between them, and removes them: ``-m tests.wan.wire JSON``.
+"""The process that makes a bed's namespaces, carries packets between them and removes them: ``-m tests.wan.wire JSON``.
 
-Each peer has one TUN device, all of which this process reads and writes: no bridge, no veth, and the devices vanish with
-the process. A packet waits until its peer's line is free, takes its bytes' time there, both delays, and its time on the
-other peer's line; what finds more than `QUEUE_S` waiting before it is dropped. Rates are kept here rather than by tbf,
-for here they are exact in both directions, and count what TCP's large packets (up to `segments` of `MTU` bytes, so that
-few are to be carried) would take on a wire.
+Each peer has one TUN device, all of which this process reads and writes: no bridge, no veth, and the devices vanish
+with the process. A packet waits until its peer's line is free, takes its bytes' time there, both delays, and its time
+on the other peer's line; what finds more than `QUEUE_S` waiting before it is dropped. Rates are kept here rather than
+by tbf, for here they are exact in both directions, and count what TCP's large packets (up to `segments` of `MTU` bytes,
+so that few are to be carried) would take on a wire.
 
 It ends, and removes everything, when it is told to by a line on its input, or the process that started it has died.
 """
@@ -34,6 +34,9 @@ NETWORK = "10.77.0"
 QUEUE_S = 0.1
 """How long a packet may wait for a line: what a home router holds."""
 
+FEW, TICK_S = 8, 0.001
+"""With more than a few packets on their way, others are looked for once in a while: a wake-up costs more than one."""
+
 FILTER = f"""table netdev bed {{
   chain in {{ type filter hook ingress device "{DEVICE}" priority 0; }}
   chain out {{ type filter hook egress device "{DEVICE}" priority 0; }}
@@ -49,7 +52,7 @@ _BEFORE_IP = struct.Struct("=BBHHHH")
 """virtio's header: flags, kind of segmentation, bytes of headers, bytes of data in a segment, where a checksum goes."""
 _DESTINATION = slice(_BEFORE_IP.size + 16, _BEFORE_IP.size + 20)
 _MOST_BYTES = 2**16 + _BEFORE_IP.size
-_AT_ONCE = 32
+_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,12 @@ class Wire:
         watched = [*self._lines, *ends]
         while True:
             now = time.monotonic()
-            while self._way and self._way[0][0] <= now:
+            busy = len(self._way) > FEW
+            while self._way and self._way[0][0] <= now + busy * TICK_S / 2:
                 self._advance(*heapq.heappop(self._way))
             wait = max(0.0, self._way[0][0] - time.monotonic()) if self._way else None
+            if busy:
+                time.sleep(TICK_S)
             for ready in select.select(watched, (), (), wait)[0]:
                 if ready in ends:
                     return
@@ -169,9 +175,7 @@ class Wire:
         size = wire_bytes(packet)
         line.up_s = begin + size * line.byte_s
         delay_s = line.delay_s + other.delay_s
-        heapq.heappush(
-            self._way, (begin + delay_s, next(self._number), False, other, line.up_s + delay_s, packet)
-        )
+        heapq.heappush(self._way, (begin + delay_s, next(self._number), False, other, line.up_s + delay_s, packet))
 
     def _advance(self, due: float, number: int, last: bool, line: Line, last_s: float, packet: bytes) -> None:
         """The first bit of a packet has come to its peer's line, or the last one to the peer."""
