@@ -250,8 +250,10 @@ def held(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[int]
         until(lambda: out.read_text().count("\n") == 2 or holder.poll() is not None, "no bed was made")
         orphan, line = sorted(out.read_text().splitlines(), key=len)
         name, process, heir = line.split()
-        yield holder, name, [int(orphan), int(process)]
-        os.kill(int(heir), signal.SIGKILL)
+        try:
+            yield holder, name, [int(orphan), int(process)]
+        finally:
+            os.kill(int(heir), signal.SIGKILL)
     finally:
         holder.kill()
         holder.wait(WAIT_S)

@@ -34,6 +34,8 @@ NETWORK = "10.77.0"
 QUEUE_S = 0.1
 """How long a packet may wait for a line: what a home router holds."""
 
+STRUCK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 FEW, TICK_S = 8, 0.001
 """With more than a few packets on their way, others are looked for once in a while: a wake-up costs more than one."""
 
@@ -199,9 +201,8 @@ def wire_bytes(packet: bytes) -> int:
 def main(arguments: list[str]) -> int:
     """Make a bed, say so or what is missing, and carry it."""
     asked: dict[str, Any] = json.loads(arguments[0])
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STRUCK:
         signal.signal(number, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.pidfd_open(asked["parent"])
     if os.getppid() != asked["parent"]:
         return 1
@@ -216,7 +217,7 @@ def main(arguments: list[str]) -> int:
     except Lacking as lack:
         _say({"what": lack.what, "remedy": lack.remedy})
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_BLOCK, STRUCK)
         remove(os.getpid())
     return 0
 
