@@ -89,7 +89,7 @@ def next_message(endpoint: GrpcEndpoint) -> Any:
 def connect(tmp_path: Path, credentials: Credentials | None, certified: bool, hello: bytes) -> list[str]:
     """Call worker 0 as a stranger would; the code and the words with which it is refused."""
     grpc = stream._grpc()
-    address = f"127.0.0.1:{dist.FileStore(str(tmp_path / 'ports'), 2).get(name_of(0)).decode()}"
+    address = dist.FileStore(str(tmp_path / "ports"), 2).get(name_of(0)).decode()
     time.sleep(0.3)
     if credentials is None:
         channel = grpc.insecure_channel(address)
@@ -243,6 +243,19 @@ def test_nothing_listens_outside_loopback_and_an_end_leaves_no_loop(tmp_path: Pa
         return [found, endpoint._thread.is_alive(), settled(listening_addresses, [])]
 
     assert start([look, look], tmp_path) == [[[LOOPBACK], False, []], [[], False, []]]
+
+
+def test_a_worker_serves_at_the_address_that_it_is_given_and_is_found_there(tmp_path: Path) -> None:
+    def look(worker: int) -> dict[str, Any]:
+        endpoint = GrpcEndpoint(
+            worker, 2, OURS.issue(name_of(worker)), str(tmp_path / "ports"), WAIT_S, host=f"127.0.0.{worker + 2}"
+        )
+        found = listening_addresses()
+        endpoint.close()
+        return {"result": found}
+
+    outcomes = fork_all([lambda: look(0), lambda: look(1)])
+    assert [outcome["result"] for outcome in outcomes] == [[LOOPBACK.replace("0100007F", "0200007F")], []]
 
 
 def test_a_worker_that_never_comes_ends_the_connecting(tmp_path: Path) -> None:

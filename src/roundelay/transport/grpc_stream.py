@@ -60,7 +60,6 @@ OPTIONS = {
 }
 NEEDED = ("transport grpc", "roundelay[join]", ", or choose another transport.")
 _QUIET = ("GRPC_VERBOSITY", "NONE")
-_HOST = "127.0.0.1"
 _SERVICE, _METHOD = "roundelay", "Link"
 
 
@@ -77,9 +76,10 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         worker: this worker's number.
         num_workers: how many there are.
         credentials: by which this worker, called `name_of` it, and the others prove who they are.
-        rendezvous: path of a file of this host, empty at first, where those that serve write their ports.
+        rendezvous: path of a file that all reach, empty at first, where those that serve write their addresses.
         deadline_s: seconds that connecting, and later `close`, may take.
         generation: of the run; what is of another is refused.
+        host: the address at which this worker serves, and the others call it.
 
     Raises:
         DeadlineError: not all workers came in time.
@@ -97,9 +97,10 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         rendezvous: str,
         deadline_s: float,
         generation: int = 0,
+        host: str = "127.0.0.1",
     ) -> None:
         super().__init__(worker, range(num_workers), deadline_s)
-        self._credentials, self._generation = credentials, generation
+        self._credentials, self._generation, self._host = credentials, generation, host
         self._store = dist.FileStore(rendezvous, num_workers)  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=deadline_s))
         self.refused = Counter()
@@ -174,10 +175,10 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        port = server.add_secure_port(f"{_HOST}:0", proving)
+        port = server.add_secure_port(f"{self._host}:0", proving)
         self._closing.append(lambda: server.stop(None))
         await server.start()
-        self._store.set(name_of(self.worker), str(port))
+        self._store.set(name_of(self.worker), f"{self._host}:{port}")
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
@@ -212,10 +213,10 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     async def _call(self, grpc: Any, link: _Link) -> None:
         """Open the stream to a worker that serves, and leave a task that carries what it sends."""
         own = self._credentials
-        port = await self._loop.run_in_executor(None, self._store.get, name_of(link.worker))
+        address = await self._loop.run_in_executor(None, self._store.get, name_of(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
         options = OPTIONS | {"grpc.ssl_target_name_override": name_of(link.worker)}
-        channel = grpc.aio.secure_channel(f"{_HOST}:{port.decode()}", proving, options=[*options.items()])
+        channel = grpc.aio.secure_channel(address.decode(), proving, options=[*options.items()])
         self._closing.append(channel.close)
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
         try:
