@@ -127,7 +127,7 @@ class Bed:
         return namespaces.inside(self.name(peer))
 
     def cut(self, peer: int) -> None:
-        """Drop all that a peer sends and is sent, and tell nobody."""
+        """Drop all that a peer sends and is sent, and tell nobody; what it sent before still arrives."""
         self._cut[peer] = True
         self._filter(peer)
 

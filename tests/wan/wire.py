@@ -156,9 +156,9 @@ class Wire:
             busy = len(self._way) > FEW
             while self._way and self._way[0][0] <= now + busy * TICK_S / 2:
                 self._advance(*heapq.heappop(self._way))
-            wait = max(0.0, self._way[0][0] - time.monotonic()) if self._way else None
             if busy:
                 time.sleep(TICK_S)
+            wait = max(0.0, self._way[0][0] - time.monotonic()) if self._way else None
             for ready in select.select(watched, (), (), wait)[0]:
                 if ready in ends:
                     return
