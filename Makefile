@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules search-table programs operators standin first-look models options bench growth faults resumes same-bits browser clean
+.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules search-table programs operators standin first-look models options bench growth faults resumes same-bits browser wan clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -54,6 +54,10 @@ browser: $(DONE) ## Look at the pages in a headless Chromium; fails where there 
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		{ echo "No chromium, chromium-browser or google-chrome on PATH: nothing was looked at."; exit 1; }
 	@$(BIN)/pytest tests/page/test_browser.py
+
+wan: $(DONE) ## Run what needs machines with slow lines between them, in namespaces; fails where there are none (1 minute)
+	@$(BIN)/python -m tests.wan.bed
+	@$(BIN)/pytest tests/wan
 
 programs: $(DONE) ## Train every program of tests/programs under torchrun, and compare with one process (25 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.programs.launched

@@ -1,7 +1,7 @@
 """One message, there and back: how long a transport takes, and what it costs, between two workers of one host.
 
-Four transports take turns in one job: bare ``ProcessGroupGloo`` send and receive of one tensor, our gloo endpoint, our
-shm endpoint, and memory (two threads). Two measurements for each size:
+Five transports take turns in one job: bare ``ProcessGroupGloo`` send and receive of one tensor, our gloo endpoint, our
+grpc endpoint, our shm endpoint, and memory (two threads). Two measurements for each size:
 
 - *latency*: a ping-pong of messages of one tensor; half the time there and back. Both workers wait for nothing else.
 - *CPU*: processor time of both workers for one message when messages come at a slow pace, as between the stages of a
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from benchmarks.common import alternate, asked, report, spread, table
 from roundelay.transport.endpoint import Arrived, Endpoint, Message
 from roundelay.transport.gloo import GlooEndpoint
+from roundelay.transport.grpc_stream import forked_over_grpc
 from roundelay.transport.memory import memory_endpoints
 from roundelay.transport.shm import ShmEndpoint
 from roundelay.transport.shm_resources import RING_BYTES, ShmResources
@@ -45,6 +47,7 @@ Side = tuple[Callable[[torch.Tensor], None], Callable[[], torch.Tensor], Callabl
 """Send a tensor, receive one, end."""
 Connect = Callable[[int, int], Side]
 """From worker and bytes to its side."""
+Measured = dict[str, float]
 
 
 def side_of(endpoint: Endpoint) -> Side:
@@ -107,6 +110,14 @@ def in_processes(
     connect: Connect, size: int, count: int, pace_s: float, forked: Callable[[], None]
 ) -> dict[str, float]:
     """Two forked workers; the time of the first, the processor time of both."""
+    results = of_two(lambda worker: ping_pong(connect(worker, size), worker, size, count, pace_s), forked)
+    return {"wall_s": results[0]["wall_s"], "cpu_s": results[0]["cpu_s"] + results[1]["cpu_s"]}
+
+
+def of_two(
+    work: Callable[[int], dict[str, float]], forked: Callable[[], None] = lambda: None
+) -> list[dict[str, float]]:
+    """What two forked workers measure."""
     children = []
     for worker in range(2):
         reading, writing = os.pipe()
@@ -115,8 +126,10 @@ def in_processes(
             status = 1
             try:
                 torch.set_num_threads(1)
-                os.write(writing, json.dumps(ping_pong(connect(worker, size), worker, size, count, pace_s)).encode())
+                os.write(writing, json.dumps(work(worker)).encode())
                 status = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         os.close(writing)
@@ -127,7 +140,7 @@ def in_processes(
         with os.fdopen(reading) as pipe:
             results.append(json.loads(pipe.read()))
         os.waitpid(pid, 0)
-    return {"wall_s": results[0]["wall_s"], "cpu_s": results[0]["cpu_s"] + results[1]["cpu_s"]}
+    return results
 
 
 def raw_gloo(size: int, count: int, pace_s: float) -> dict[str, float]:
@@ -143,6 +156,12 @@ def our_gloo(size: int, count: int, pace_s: float) -> dict[str, float]:
         return in_processes(
             lambda k, n: side_of(GlooEndpoint(k, 2, store, PATIENCE_S)), size, count, pace_s, lambda: None
         )
+
+
+def our_grpc(size: int, count: int, pace_s: float) -> dict[str, float]:
+    """Our endpoint over gRPC with mutual TLS."""
+    with forked_over_grpc(2, PATIENCE_S) as links:
+        return in_processes(lambda k, n: side_of(links.connect(k)), size, count, pace_s, links.forked)
 
 
 def our_shm(size: int, count: int, pace_s: float) -> dict[str, float]:
@@ -167,7 +186,14 @@ def our_memory(size: int, count: int, pace_s: float) -> dict[str, float]:
     return results[0]
 
 
-TRANSPORTS = {"raw gloo": raw_gloo, "our gloo": our_gloo, "our shm": our_shm, "memory": our_memory}
+TRANSPORTS = {
+    "raw gloo": raw_gloo,
+    "our gloo": our_gloo,
+    "our grpc": our_grpc,
+    "our shm": our_shm,
+    "memory": our_memory,
+}
+RIVALS = ("raw gloo", "our gloo", "our grpc")
 
 
 FORMS = (
@@ -204,9 +230,11 @@ def main() -> None:
         for size in SIZES:
             by_name = found[size][title]
             medians = {name: statistics.median(values) for name, values in by_name.items()}
-            ratios = [f"{medians[name] / medians['our shm']:.1f}" for name in ("raw gloo", "our gloo")]
+            ratios = [f"{medians[name] / medians['our shm']:.1f}" for name in RIVALS]
             rows.append([size, *(spread(values, 0) for values in by_name.values()), *ratios])
-        tables.append(f"{title}:\n\n" + table(["size", *TRANSPORTS, "raw gloo / shm", "our gloo / shm"], rows))
+        tables.append(
+            f"{title}:\n\n" + table(["size", *TRANSPORTS, "raw gloo / shm", "our gloo / shm", "our grpc / shm"], rows)
+        )
     report(what, "\n\n".join(tables), {"us": found})
 
 
