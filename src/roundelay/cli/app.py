@@ -20,6 +20,7 @@ import typer
 from roundelay import env
 from roundelay.calibration import SECONDS
 from roundelay.cli import options as o
+from roundelay.cli.arithmetic import Arithmetic, choose_arithmetic
 from roundelay.cli.changed_by_job import own_arguments
 from roundelay.cli.check_options import (
     allowed_rules,
@@ -191,7 +192,9 @@ def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_jso
 
 @app.command("host", epilog="Example: `roundelay host my_job.py --peers 3 --listen 192.168.1.20 --out shared`")
 @o.expand_options
-def host(job_file: o.JobFile, choices: Choices, options: HostOptions, as_json: o.Json = False) -> int:
+def host(
+    job_file: o.JobFile, choices: Choices, options: HostOptions, arithmetic: Arithmetic = None, as_json: o.Json = False
+) -> int:
     """Train with machines that join: print an invitation for each other one, and begin when all are here.
 
     Machines that join get a part of the model as data, and run nothing of the job's Python. Stage 0, here, sees the
@@ -200,6 +203,7 @@ def host(job_file: o.JobFile, choices: Choices, options: HostOptions, as_json: o
     check_lengths(options.steps, options.epochs)
     o.refuse_launcher("host")
     check_hosted(choices)
+    choose_arithmetic(arithmetic)
     check_choices(job_file, replace(choices, workers=options.peers, transport="grpc"), planned=True)
     SIGNALS.join()
     return int(load("cli.host_command").host_command(job_file, choices, options, as_json=as_json))
@@ -213,9 +217,11 @@ def join(
         int | None,
         typer.Option(help="Bytes that this machine's part may need. [default: 0.8 of what is free]", min=1),
     ] = None,
+    arithmetic: Arithmetic = None,
 ) -> int:
     """Put this machine to work in a run that another hosts. Nothing of its Python, and none of its data, comes here."""
     o.refuse_launcher("join")
+    choose_arithmetic(arithmetic)
     SIGNALS.join()
     return int(load("cli.join_command").join_command(invitation, listen, memory_limit))
 

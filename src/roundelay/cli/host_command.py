@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import final
 
+import psutil
 import torch
 
 from roundelay import __version__
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.host_options import HostOptions, address_of
-from roundelay.cli.plan_from_options import PlanSource, plan_job
+from roundelay.cli.options import RunOptions
+from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import show_json, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
+from roundelay.cores import usable_cores
 from roundelay.errors import DeadlineError, UsageError
+from roundelay.ir.num_bytes import bytes_text
+from roundelay.ir.plan import StagePlan
 from roundelay.launching.peer_group import PeerGroup
 from roundelay.membership.roster import Roster, Seat
 from roundelay.observe.run_folder import check_vacant
@@ -28,11 +35,30 @@ from roundelay.peers.member_store import HOST_NAME
 from roundelay.peers.members import Members
 from roundelay.peers.messages import Versions
 from roundelay.peers.refusals import RefusalLog
+from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
+from roundelay.planner.price import priced
+from roundelay.planner.prove_plan import prove
+from roundelay.planner.source import Hardware
+from roundelay.planning.collect_facts import collect_facts
+from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
+from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.session.assignment import ASSIGNMENT, STATE, assignment_of, check_travels, place_of
+from roundelay.session.offer import (
+    OFFER,
+    PROBE,
+    PROBE_BYTES,
+    VERDICT,
+    Offer,
+    cluster_of,
+    own_offer,
+    refusal,
+    threads_each,
+)
+from roundelay.session.stop_condition import Length
 from roundelay.transport.grpc_stream import name_of
-from roundelay.trust.authority import HOST, new_authority
+from roundelay.trust.authority import HOST, Authority, new_authority
 from roundelay.trust.invitation import new_run
 
 RULE = "ravnest"
@@ -41,6 +67,15 @@ RULE = "ravnest"
 GENERATION = 0
 REFUSED = "refused.jsonl"
 VALID = timedelta(days=30)
+OFFER_S = 180.0
+"""Seconds in which a machine that has joined must have measured itself."""
+
+TELL_S = 1.0
+"""Seconds in which those that wait may still ask why the run does not begin."""
+
+SHARE = 0.8
+"""Of the memory that is free, what this machine's own part may need."""
+
 _TICK_S = 0.2
 
 
@@ -68,19 +103,47 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
             expected=f"{planned.plan.num_workers}: the model cannot be cut into more stages",
             remedy="Invite fewer machines, or bring a larger model.",
         )
+    facts = _facts(planned, run.seed) if run.resume is None else None
     prepared = prepare(planned, run, paths.of(RUNS), None, quiet=as_json)
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
-        group = _gathered(prepared, options, listen, stack)
+        waiting = _open(prepared, options, listen, stack)
+        offers = _offers(waiting, options)
+        if facts is not None:
+            prepared = _replanned(prepared, facts, asked, offers, run)
+        group = _assigned(prepared, waiting, listen[0], options.peers)
         summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
     if as_json:
         show_json(summary)
     return 0
 
 
-def _gathered(prepared: Prepared, options: HostOptions, listen: tuple[str, int], stack: ExitStack) -> PeerGroup:
-    """Invite, wait until all have joined, and leave for each what it is assigned."""
-    session, run = prepared.session, new_run()
+@final
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A run that waits for machines.
+
+    Args:
+        authority: of the run.
+        texts: the members' service.
+        came: the seats that are given.
+    """
+
+    authority: Authority
+    texts: Members
+    came: SimpleQueue[Seat]
+
+
+def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
+    """What the planner must know of the job when all machines are here: measured now, while this process may fork."""
+    plan = planned.plan
+    source = Examined(planned.job, planned.captured, seed, ignore_wait)
+    return collect_facts(source, precision=plan.precision, threads=sorted({1, plan.threads}))
+
+
+def _open(prepared: Prepared, options: HostOptions, listen: tuple[str, int], stack: ExitStack) -> _Waiting:
+    """Open the door, and invite."""
+    run = new_run()
     authority = new_authority(f"roundelay-{run}", datetime.now(UTC), VALID)
     own = authority.issue(HOST_NAME, HOST)
     log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS))
@@ -93,17 +156,73 @@ def _gathered(prepared: Prepared, options: HostOptions, listen: tuple[str, int],
     terms = Terms(run, authority, (texts.address,), Versions(__version__, torch.__version__), GENERATION)
     door = Door(terms, Roster((), options.peers - 1), log, loop, listen, came.put)
     stack.callback(door.close)
-    workers = range(1, options.peers)
     expiry = int(time.time() + options.wait_s) + 1
-    for worker in workers:
+    for worker in range(1, options.peers):
+        texts.leave(name_of(worker), PROBE, bytes(PROBE_BYTES))
         _invite(door.invite(name_of(worker), expiry).text(), worker)
-    for worker in workers:
+    return _Waiting(authority, texts, came)
+
+
+def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
+    """The offers of all machines, this one first.
+
+    Raises:
+        DeadlineError: not all come.
+        UsageError: one is refused.
+    """
+    own = own_offer(int(SHARE * psutil.virtual_memory().available))
+    _wait(waiting.came, options)
+    found, refused = [own], dict[str, str]()
+    for name in map(name_of, range(1, options.peers)):
+        offer = Offer.parse(waiting.texts.get(f"{OFFER} {name}", OFFER_S), name)
+        found.append(offer)
+        refused |= {name: why} if (why := refusal(own, offer)) else {}
+        rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
+        speed = f"{own.probe_s / offer.probe_s:.2f} times as fast as this machine"
+        stderr.print(f"{name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.", markup=False)
+    for name in map(name_of, range(1, options.peers)):
+        waiting.texts.leave(name, VERDICT, refused.get(name, "the run does not begin" if refused else "").encode())
+    if refused:
+        time.sleep(TELL_S)
+        name, why = next(iter(refused.items()))
+        raise UsageError(
+            name,
+            got=why,
+            expected="machines that compute the same bits",
+            remedy="Host the run again with --arithmetic avx2, and let all join with it.",
+        )
+    return found
+
+
+def _replanned(
+    prepared: Prepared, facts: ModelFacts, asked: Choices, offers: Sequence[Offer], run: RunOptions
+) -> Prepared:
+    """The run by a plan for the machines as they are; where none fits, by the one for equal machines."""
+    planned, threads = prepared.planned, threads_each(offers)
+    known = {count for count in (1, planned.plan.threads) if count <= threads}
+    choices = replace(asked, threads=asked.threads or max(known))
+    machine = Hardware(usable_cores(), planned.plan.threads, 0, cluster_of(offers))
+    plan = priced(facts, choices, machine).plan
+    prove(plan)
+    better = replace(planned, plan=plan)
+    session = better.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
+    stderr.print(f"Planned for these machines: {'; '.join(map(_stage_text, plan.stages))}.", markup=False)
+    return replace(prepared, planned=better, session=session)
+
+
+def _stage_text(stage: StagePlan) -> str:
+    return f"{stage.workers[0]} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
+
+
+def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> PeerGroup:
+    """Leave for each machine what it is assigned."""
+    session = prepared.session
+    for worker in range(1, peers):
         assignment, state = assignment_of(session, worker, GENERATION)
-        texts.leave(name_of(worker), ASSIGNMENT, assignment)
-        texts.leave(name_of(worker), STATE, state)
-    _wait(came, options)
-    place = place_of(session.reading, 0, authority.issue(name_of(0)), listen[0], GENERATION)
-    return PeerGroup(place, texts)
+        waiting.texts.leave(name_of(worker), ASSIGNMENT, assignment)
+        waiting.texts.leave(name_of(worker), STATE, state)
+    place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), host, GENERATION)
+    return PeerGroup(place, waiting.texts)
 
 
 def _invite(text: str, worker: int) -> None:

@@ -24,6 +24,7 @@ from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.worker import unchanged
 from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, STATE, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
+from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, own_offer
 from roundelay.trust.invitation import Invitation
 
 KNOCK_S = 60.0
@@ -31,6 +32,11 @@ KNOCK_S = 60.0
 
 ASSIGN_S = 7 * 24 * 3600.0
 """Seconds in which the run must begin: the others may come much later."""
+
+LINK_S = 120.0
+"""Seconds in which the link must have carried what it is measured with."""
+
+MOST_WORDS = 4096
 
 SHARE = 0.8
 """Of the memory that is free, what a run may need by default."""
@@ -55,6 +61,7 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         store = _store(joined, loop)
         stack.callback(store.close)
         rank = welcome.seat + 1
+        _offer(store, welcome.name, memory)
         assignment, reading = read_assignment(store.take(ASSIGNMENT, MOST_BYTES, ASSIGN_S), rank, memory)
         plan = reading.plan
         stages = " and ".join(map(str, plan.stages_of(rank)))
@@ -69,6 +76,26 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
             code = run_follower(task, group, unchanged)
     stderr.print("The run has ended." if not code else "The run has failed; the host tells why.", markup=False)
     return code
+
+
+def _offer(store: MemberStore, name: str, memory: int) -> None:
+    """Say what this machine offers.
+
+    Raises:
+        UsageError: the host refuses it.
+    """
+    rtt_s, bytes_per_s = store.link(PROBE, PROBE_BYTES, LINK_S)
+    offer = own_offer(memory, rtt_s, bytes_per_s)
+    store.put(f"{OFFER} {name}", offer.text())
+    rate = f"{8e-6 * bytes_per_s:,.0f} Mbit/s and {1e3 * rtt_s:.3g} ms to the host"
+    stderr.print(f"Measured: {rate}; waiting for the others.", markup=False)
+    if why := store.take(VERDICT, MOST_WORDS, ASSIGN_S).decode(errors="replace"):
+        raise UsageError(
+            "this machine in the run",
+            got=why,
+            expected="one that computes the same bits as the host",
+            remedy="Then ask for a new invitation.",
+        )
 
 
 def _store(joined: Joined, loop: LoopThread) -> MemberStore:

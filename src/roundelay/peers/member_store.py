@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from typing import Any, final
 
 from roundelay.errors import RoundelayError, UsageError, WorkerLostError
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.members import GET, OPEN_S, PIECE_BYTES, PUT, TAKE
+from roundelay.peers.members import GET, HERE, OPEN_S, PIECE_BYTES, PUT, TAKE
 from roundelay.trust.authority import Credentials
 from roundelay.trust.invitation import Address
+
+ROUNDS = 5
+"""Messages there and back whose median counts."""
 
 HOST_NAME = "roundelay-host"
 """The name in the host's certificate."""
@@ -73,6 +78,19 @@ class MemberStore:
         """
         return self._loop.run(self._taken(name, most_bytes, deadline_s), deadline_s + OPEN_S)
 
+    def link(self, name: str, size: int, deadline_s: float) -> tuple[float, float]:
+        """Measure the link: seconds of a message to the host and back, and bytes per second from there.
+
+        Args:
+            name: of bytes that the host has left for this purpose.
+            size: how many they are.
+            deadline_s: seconds that this may take.
+
+        Raises:
+            WorkerLostError: it takes longer, or the host is gone.
+        """
+        return self._loop.run(self._measured(name, size, deadline_s), deadline_s + OPEN_S)
+
     def close(self) -> None:
         """Close the channel."""
         self._loop.run(self._channel.close(), OPEN_S)
@@ -95,6 +113,26 @@ class MemberStore:
         except self._grpc.RpcError as error:
             raise self._explained(error, words.partition("\0")[0], deadline_s) from error
         return answer
+
+    async def _measured(self, name: str, size: int, deadline_s: float) -> tuple[float, float]:
+        times = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            await self._call(GET, HERE, OPEN_S)
+            times.append(time.perf_counter() - start)
+        try:
+            call = self._channel.unary_stream(TAKE)(name.encode(), timeout=deadline_s)
+            at, came, started = 0.0, 0, False
+            async for piece in call:
+                now = time.perf_counter()
+                came += len(piece) if started else 0
+                if not started and len(piece) == PIECE_BYTES:  # the first ones open the window
+                    started, at = True, now
+                size -= len(piece)
+            seconds = max(1e-6, time.perf_counter() - at)
+        except self._grpc.RpcError as error:
+            raise self._explained(error, name, deadline_s) from error
+        return statistics.median(times), max(1.0, came / seconds)
 
     async def _taken(self, name: str, most_bytes: int, deadline_s: float) -> bytes:
         pieces, size = bytearray(), -1

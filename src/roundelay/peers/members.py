@@ -31,6 +31,9 @@ MOST_BYTES, MOST_TEXTS = 64 * 1024, 4096
 PIECE_BYTES = 2**20
 OPEN_S = 5.0
 
+HERE = "here"
+"""Name of a text that is always there."""
+
 SERVICE = "roundelay.Members"
 PUT, GET, TAKE = (f"/{SERVICE}/{method}" for method in ("Put", "Get", "Take"))
 
@@ -70,7 +73,7 @@ class Members:
         self, credentials: Credentials, loop: LoopThread, listen: Address, refuse: Callable[[str, str], None]
     ) -> None:
         self._loop, self._refuse, self._grpc = loop, refuse, import_grpc()
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, str] = {HERE: ""}
         self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
         self._counts: dict[str, int] = {}
         self._changed = loop.run(_condition(), OPEN_S)

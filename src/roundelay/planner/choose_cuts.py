@@ -145,7 +145,8 @@ def _fastest(
         costs, own = stage_costs(graph, profile, terms), seats
         # of what is divided among holders, and of several stages on one, it is known when they are priced
         limited = seats is not None and any(kind.memory < math.inf for kind in seats.kinds)
-        if seats and limited and not (seats.order or draft.states or draft.mesh_size > 1):
+        alternate = read(draft).schedule.stages_per_worker != 1
+        if seats and limited and not (alternate or draft.states or draft.mesh_size > 1):
             own = replace(seats, held=held_by_stage(source, draft, costs, num_stages))
         chosen, kinds = best_cuts(costs, num_stages, own)
         reasons = cut_reasons.fastest(graph, costs, chosen, seats.of_stages(kinds) if seats else ())

@@ -85,12 +85,14 @@ class Cluster:
         flops_per_s: of each worker of a mesh; 0: operations take what they take here.
         workers: where there is no mesh.
         links: of the nodes; None: messages take what they take here.
+        ordered: whether the workers have the stages in their order; else the planner says which has which.
     """
 
     mesh: Mapping[str, ClusterAxis] = field(hash=False, default_factory=dict)
     flops_per_s: float = 0.0
     workers: tuple[ClusterWorker, ...] = ()
     links: ClusterLinks | None = None
+    ordered: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

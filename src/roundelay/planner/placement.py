@@ -19,7 +19,7 @@ def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
     """What may hold the stages of a draft with its workers; None in another layout than the pipeline.
 
     The holders of a stage wait for each other, so neighbours by speed are together. Where workers alternate several
-    stages the fastest come first.
+    stages the fastest come first; those of an ordered cluster have them in their order.
 
     Raises:
         PlanError: the draft has more workers than there are.
@@ -34,12 +34,14 @@ def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
     if draft.layout != PIPELINE:
         return None
     every = sorted(cluster.workers, key=lambda own: (-own.speed, -own.memory, own.node, own.number))
+    every = list(cluster.workers) if cluster.ordered else every
     groups, links = _grouped(every, draft), cluster.links
     kinds = [_holders(group, cluster) for group in groups]
     alike = {kind: tuple([g for g, own in zip(groups, kinds, strict=True) if own == kind]) for kind in kinds}
     places = _places(draft, owners)
     between = None if links is None else (links.between.latency_s, links.between.bytes_per_s)
-    order = [[*alike].index(kinds[place]) for place in places if len({*places}) < len(places)]
+    given = cluster.ordered or len({*places}) < len(places)
+    order = [[*alike].index(kinds[place]) for place in places if given]
     return Seats(tuple([replace(kind, groups=own) for kind, own in alike.items()]), tuple(order), between=between)
 
 

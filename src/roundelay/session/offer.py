@@ -1,0 +1,129 @@
+"""What a machine that has joined offers, and the cluster that a host makes of all offers before it plans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, final
+
+import msgspec
+from msgspec import Meta
+
+from roundelay.cores import usable_cores
+from roundelay.errors import UsageError
+from roundelay.observe.arithmetic import arithmetic
+from roundelay.observe.machine_probe import probe_s
+from roundelay.planner.cluster import Cluster, ClusterLink, ClusterLinks, ClusterWorker
+
+OFFER, VERDICT = "offer", "verdict"
+"""Names of what a machine says of itself, and of what the host answers: nothing, or why it is refused."""
+
+PROBE, PROBE_BYTES = "probe", 6 * 2**20
+"""Name and size of what is sent to a machine to measure its link."""
+
+MOST_SPEED = 1e3
+"""Most times that a machine may say to be as fast or as slow as the host."""
+
+
+@final
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a machine says of itself.
+
+    Args:
+        arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
+        machine: a digest by which several processes of one machine know that they are.
+        cores: that it may use.
+        probe_s: seconds of a fixed piece of work.
+        memory_bytes: that its part may need.
+        rtt_s: seconds of a message to the host and back.
+        bytes_per_s: from the host.
+    """
+
+    arithmetic: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    machine: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    cores: Annotated[int, Meta(ge=1, le=4096)]
+    probe_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
+    memory_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
+    rtt_s: Annotated[float, Meta(ge=0.0, lt=1e3)] = 0.0
+    bytes_per_s: Annotated[float, Meta(gt=0.0, lt=1e15)] = 1e9
+
+    def text(self) -> str:
+        """As text."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def parse(text: str, name: str) -> Offer:
+        """The offer of a machine.
+
+        Raises:
+            UsageError: it is none.
+        """
+        try:
+            return msgspec.json.decode(text, type=Offer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            remedy = "Check that it runs the same version of Roundelay."
+            raise UsageError(
+                f"offer of {name}", got=str(error), expected="what it says of itself", remedy=remedy
+            ) from error
+
+
+def own_offer(memory_bytes: int, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
+    """What this machine offers.
+
+    Args:
+        memory_bytes: that its part may need.
+        rtt_s: seconds of a message to the host and back.
+        bytes_per_s: from the host.
+    """
+    return Offer(arithmetic(), _machine(), usable_cores(), probe_s(), memory_bytes, rtt_s, bytes_per_s)
+
+
+def refusal(own: Offer, other: Offer) -> str:
+    """Why the host refuses a machine; empty if it does not."""
+    if own.arithmetic != other.arithmetic:
+        return (
+            f"another arithmetic ({other.arithmetic}, the host has {own.arithmetic}): the last bits would differ; give "
+            "--arithmetic avx2 on all machines"
+        )
+    return ""
+
+
+def cluster_of(offers: Sequence[Offer]) -> Cluster:
+    """The cluster of machines, in the order of the stages: that of their workers' numbers.
+
+    Args:
+        offers: the host's, and then those of the others.
+    """
+    host = offers[0]
+    workers = tuple(
+        ClusterWorker(
+            f"w{k}",
+            k,
+            round(min(MOST_SPEED, max(1 / MOST_SPEED, host.probe_s / one.probe_s)), 3),
+            float(one.memory_bytes),
+            one.machine,
+        )
+        for k, one in enumerate(offers)
+    )
+    slowest = ClusterLink(
+        latency_s=round(max(one.rtt_s for one in offers[1:]) / 2, 6),
+        bytes_per_s=round(min(one.bytes_per_s for one in offers[1:])),
+    )
+    return Cluster(workers=workers, links=ClusterLinks(within=slowest, between=slowest), ordered=True)
+
+
+def threads_each(offers: Sequence[Offer]) -> int:
+    """Intra-op threads that each machine has for its worker; processes of one machine share its cores."""
+    counts: dict[str, int] = {}
+    for one in offers:
+        counts[one.machine] = counts.get(one.machine, 0) + 1
+    return max(1, min(one.cores // counts[one.machine] for one in offers))
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        boot = b""
+    return hashlib.sha256(b"roundelay machine " + boot).hexdigest()[:16]
