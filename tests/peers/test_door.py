@@ -382,6 +382,7 @@ def test_a_stranger_is_refused_by_a_reason_while_a_joiner_gets_in(who: str, tmp_
             assert at.settled(1) == [reason]
             assert told == TOLD.get(who, told)
             assert len(at.admitted) == 1
+        assert at.reasons() == [reason]
 
     in_child(body)
 

@@ -197,8 +197,8 @@ class Door:
         await self._abort(context, visit, self._grpc.StatusCode.UNIMPLEMENTED, refusals.UNKNOWN_METHOD)
 
     async def _abort(self, context: Any, visit: Visit, code: Any, reason: str) -> None:
-        visit.settled = True
-        if not visit.refused:  # else the listener has cut it
+        if not visit.refused:  # else the listener has cut it, and reports it
+            visit.settled = True
             self._log.refuse(visit.peer, reason)
         await context.abort(code, reason)
 
