@@ -173,7 +173,7 @@ class Door:
 
     async def _close(self) -> None:
         await self._listener.close()
-        await self._server.stop(None)
+        await self._server.stop(GRACE_S)  # calls end with their connections
 
     async def _join(self, _: object, context: Any) -> None:
         """Answer one call; whatever is no Join is refused as gRPC refuses."""
