@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from roundelay.membership import roster as rosters
 from roundelay.membership.roster import (
@@ -220,4 +220,5 @@ class Machine(RuleBasedStateMachine):
             assert all(seat.claim == self.owners[seat.number] for seat in taken(self.roster.seats))
 
 
-TestMachine = Machine.TestCase
+def test_attempts_moves_and_time_in_any_order_give_each_seat_to_one_owner() -> None:
+    run_state_machine_as_test(Machine)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 import socket
 import ssl
 import time
@@ -79,14 +81,29 @@ def opened(folder: Path, room: int = 100, listen: Address = (LOOPBACK, 0), **giv
         log.close()
 
 
+class Complaints(logging.Handler):
+    """What libraries log, such as asyncio of a task that was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(f"{record.getMessage()} {record.exc_info}")
+
+
 def in_child(body: Callable[[], Any]) -> Any:
-    """What `body` returns in a forked child."""
+    """What `body` returns in a forked child, where nothing may be logged."""
 
     def told() -> dict[str, Any]:
+        complaints = Complaints()
+        logging.getLogger().addHandler(complaints)
         try:
-            return {"result": body()}
+            result = body()
+            gc.collect()
         except BaseException:
             return {"error": traceback.format_exc()}
+        return {"error": "\n".join(complaints.heard)} if complaints.heard else {"result": result}
 
     (outcome,) = fork_all([told])
     assert "result" in outcome, outcome["error"]

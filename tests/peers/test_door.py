@@ -114,6 +114,19 @@ def test_an_end_leaves_no_thread_and_no_socket(tmp_path: Path) -> None:
     in_child(body)
 
 
+def test_a_door_that_is_closed_amid_calls_ends_them_without_a_word(tmp_path: Path) -> None:
+    def body() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            with opened(tmp_path) as at:
+                calls = [pool.submit(call, at.door.address, None) for _ in range(3)]
+                silent = pool.submit(send, at.door.address, b"", tls=True)
+                time.sleep(0.5)
+            assert [one.result(WAIT_S)[0] for one in calls] == ["UNAVAILABLE"] * 3
+            assert silent.result(WAIT_S)[1] < WAIT_S
+
+    in_child(body)
+
+
 def test_an_address_that_cannot_be_listened_on_is_told(tmp_path: Path) -> None:
     def body() -> list[str]:
         with opened(tmp_path) as at:
@@ -382,6 +395,7 @@ def test_a_stranger_is_refused_by_a_reason_while_a_joiner_gets_in(who: str, tmp_
             assert at.settled(1) == [reason]
             assert told == TOLD.get(who, told)
             assert len(at.admitted) == 1
+        assert at.reasons() == [reason]
 
     in_child(body)
 

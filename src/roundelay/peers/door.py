@@ -173,7 +173,7 @@ class Door:
 
     async def _close(self) -> None:
         await self._listener.close()
-        await self._server.stop(None)
+        await self._server.stop(GRACE_S)  # calls end with their connections
 
     async def _join(self, _: object, context: Any) -> None:
         """Answer one call; whatever is no Join is refused as gRPC refuses."""
@@ -197,8 +197,8 @@ class Door:
         await self._abort(context, visit, self._grpc.StatusCode.UNIMPLEMENTED, refusals.UNKNOWN_METHOD)
 
     async def _abort(self, context: Any, visit: Visit, code: Any, reason: str) -> None:
-        visit.settled = True
-        if not visit.refused:  # else the listener has cut it
+        if not visit.refused:  # else the listener has cut it, and reports it
+            visit.settled = True
             self._log.refuse(visit.peer, reason)
         await context.abort(code, reason)
 

@@ -6,12 +6,16 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as LateError
+from contextlib import suppress
 from typing import Any, TypeVar, final
 
 from roundelay.errors import DeadlineError
 
 CLOSE_S = 5.0
 """Seconds that the loop has to end."""
+
+ENDING_S = 0.5
+"""Seconds of these in which tasks may end by themselves."""
 
 R = TypeVar("R")
 
@@ -48,9 +52,22 @@ class LoopThread:
             ) from None
 
     def close(self) -> None:
-        """End the thread; closing it again does nothing."""
+        """Cancel what still runs, and end the thread; closing it again does nothing."""
         if not self._loop.is_closed():
+            with suppress(DeadlineError):
+                self.run(_end_others(), CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
             if not self._thread.is_alive():
                 self._loop.close()
+
+
+async def _end_others() -> None:
+    """Let the tasks that are ending end, and cancel those that are not."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if not others:
+        return
+    _, staying = await asyncio.wait(others, timeout=ENDING_S)
+    for task in staying:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
