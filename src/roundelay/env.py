@@ -165,6 +165,13 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def put_all(values: Mapping[str, str]) -> bool:
+    """Set variables of this process that a library reads when it is loaded; return whether that changes anything."""
+    changed = any(os.environ.get(name) != value for name, value in values.items())
+    os.environ.update(values)
+    return changed
+
+
 def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables that are set and affect a run: all that begin with ``ROUNDELAY_``, and a few of libraries and tools."""
     now = os.environ if environment is None else environment

@@ -5,12 +5,12 @@ It is chosen before torch is loaded, which reads it once.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
 import typer
 
+from roundelay.env import put_all
 from roundelay.errors import UsageError, did_you_mean
 
 CHOICES = {
@@ -41,11 +41,10 @@ def choose_arithmetic(name: str | None) -> None:
     if name not in CHOICES:
         remedy = did_you_mean(name, CHOICES) + "Choose one of these."
         raise UsageError("--arithmetic", got=repr(name), expected=" or ".join(CHOICES), remedy=remedy)
-    if "torch" in sys.modules and os.environ.get("ATEN_CPU_CAPABILITY") != name:
+    if put_all(CHOICES[name]) and "torch" in sys.modules:
         raise UsageError(
             "--arithmetic",
             got=f"{name} after torch was loaded",
             expected="the choice before",
             remedy=f"Set ATEN_CPU_CAPABILITY={name} before Python starts.",
         )
-    os.environ.update(CHOICES[name])

@@ -80,7 +80,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         plan: text of the plan.
-        rank: number of the machine's worker.
+        worker: number of the machine's.
         seed: of the run.
         start_g: first micro-batch.
         updates: made before.
@@ -95,7 +95,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     plan: str
-    rank: _Count
+    worker: _Count
     seed: int
     start_g: _Count
     updates: _Count
@@ -189,12 +189,12 @@ def _held(initial: Initial, spec: StageSpec) -> HeldState:
     )
 
 
-def read_assignment(data: bytes, rank: int, memory_bytes: int) -> tuple[Assignment, Reading]:
+def read_assignment(data: bytes, worker: int, memory_bytes: int) -> tuple[Assignment, Reading]:
     """An assignment from bytes from outside, and its plan; what it needs must fit into a machine's memory.
 
     Args:
         data: the bytes.
-        rank: number of this machine's worker.
+        worker: number of this machine's.
         memory_bytes: that the machine allows.
 
     Raises:
@@ -206,8 +206,8 @@ def read_assignment(data: bytes, rank: int, memory_bytes: int) -> tuple[Assignme
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _refused(f"{error}") from error
     reading = check_plan(Plan.parse(assignment.plan))
-    own = reading.plan.stages_of(rank) if rank < reading.plan.num_workers else ()
-    if assignment.rank != rank or tuple(stage.spec.stage for stage in assignment.stages) != tuple(own):
+    own = dict(enumerate(reading.plan.worker_stages)).get(worker, ())
+    if (assignment.worker, *(stage.spec.stage for stage in assignment.stages)) != (worker, *own):
         raise _refused("the stages of another worker")
     if len(reading.plan.stages[0].workers) > 1 or reading.plan.rule not in BUILT_IN:
         raise _refused("a plan for other machines than those that join")
