@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -69,14 +69,14 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"} | more
 
 
-def start(folder: Path, *args: object, **env: str) -> subprocess.Popen[str]:
+def start(folder: Path, *args: object, stderr: IO[str] | int = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
     """Start a command in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, args)],
         cwd=folder,
         env=environment(**env),
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )
@@ -88,7 +88,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> Said:
         out, err = process.communicate(timeout=timeout)
     finally:
         process.kill()
-    return Said(process.returncode, out, err)
+    return Said(process.returncode, out or "", err or "")
 
 
 def job_file(folder: Path, changes: str, before: str = "") -> Path:

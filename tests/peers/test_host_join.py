@@ -1,0 +1,163 @@
+"""``roundelay host`` and ``roundelay join`` on one machine: who trains what, what is proved, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundelay.ir.plan import Plan
+from roundelay.trust.invitation import Invitation
+from tests.cli.harness import MLP, Said, finish, job_file, one_screen, start
+from tests.cli.harness import here as typed
+from tests.conftest import nothing_left_behind
+from tests.peers.hosted import hosting, joining
+
+STEPS = 40
+
+
+def test_three_machines_train_and_the_run_is_proved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", STEPS, "--checkpoint-every", 10, "--json")
+        joined = [run.join(number) for number in range(2)]
+        host, *others = run.ended(joined)
+    assert host.code == 0, host.err
+    assert [one.code for one in others] == [0, 0], others
+    assert host.json["steps"] == STEPS
+    lines = [json.loads(line) for line in (tmp_path / "shared" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["loss"] for line in lines[-9:]) < sum(line["loss"] for line in lines[:9])
+    for worker in (1, 2):
+        assert f"worker-{worker} has joined" in host.err
+        assert f"Joined run {run_of(run.invitations[0])} as worker-" in others[worker - 1].err
+    plan = Plan.parse((tmp_path / "shared" / "plan.toml").read_text())
+    assert (plan.rule, plan.transport, plan.num_workers) == ("ravnest", "grpc", 3)
+    assert plan.edges[0].bytes_per_s > 0, "as measured"
+    assert (tmp_path / "shared" / "refused.jsonl").read_text() == ""
+    said = typed(capsys, "verify", MLP, "--trace", tmp_path / "shared")
+    assert said.code == 0, said.err
+    assert f"trace = replay: bit-equal: {3 * 2 * STEPS} letters, 0 of " in said.out
+    again = typed(capsys, "verify", MLP, "--trace", tmp_path / "shared", "--from", tmp_path / "shared" / "checkpoint")
+    assert (again.code, "0 of " in again.out) == (0, True) or "no digest" in again.told
+
+
+@pytest.mark.parametrize("rule", ["1f1b", "pipeoptim", "zb-h1"])
+def test_other_rules_end_with_the_weights_that_they_have_on_one_machine(rule: str, tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, "--rule", rule, "--json", peers=2)
+        host, other = run.ended([run.join(0)])
+    assert (host.code, other.code) == (0, 0), host.err + other.err
+    alone = finish(
+        start(tmp_path, "train", MLP, "--plan", "shared/plan.toml", "--steps", 8, "--out", "alone", "--json")
+    )
+    assert alone.code == 0, alone.err
+    assert json.loads(alone.out)["digest_end"] == host.json["digest_end"]
+
+
+def run_of(invitation: str) -> str:
+    return Invitation.parse(invitation).run
+
+
+# --- refused before anybody joins
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("optimizer=lambda named: Own(named)", ("Job(optimizer=...), Own", "no Python")),
+        (
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), evaluate=lambda m: {}",
+            ("ReduceLROnPlateau",),
+        ),
+    ],
+    ids=["optimizer", "scheduler"],
+)
+def test_what_cannot_travel_is_refused_by_name_before_the_door_opens(
+    changes: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "class Own(torch.optim.SGD):\n    def __init__(self, named):\n        super().__init__(named, lr=0.1)\n"
+    said = typed(capsys, "host", job_file(tmp_path, changes, own), "--peers", 2, "--out", tmp_path / "r")
+    one_screen(said, *words)
+    assert "roundelay join" not in said.err
+
+
+def test_more_machines_than_stages_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = typed(capsys, "host", MLP, "--peers", 30, "--out", tmp_path / "r")
+    assert said.code == 2
+    assert "roundelay join" not in said.err
+
+
+@pytest.mark.parametrize("given", [("--workers", 2), ("--transport", "shm"), ("--data-parallel", 2), ("--compile",)])
+def test_choices_that_mean_nothing_here_are_refused(
+    given: tuple[object, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_screen(typed(capsys, "host", MLP, "--peers", 2, *given), f"{given[0]} with `roundelay host`")
+
+
+@pytest.mark.parametrize("wrong", ["everywhere", "0.0.0.0", "127.0.0.1:99999", "10.0.0.1:x"])
+def test_an_address_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one_screen(typed(capsys, "host", MLP, "--peers", 2, "--listen", wrong), "--listen", "ip -brief address")
+
+
+# --- refused at the door, or behind it
+
+
+def test_an_invitation_is_good_once_and_whoever_has_too_little_memory_is_refused(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8)
+        first = run.join(0)
+        wait_for(run.log, "worker-1 has joined")
+        twice = joined_and_ended(tmp_path, run.invitations[0])
+        assert twice.code == 2
+        one_screen(twice, "invitation already used")
+        garbage = joined_and_ended(tmp_path, run.invitations[1][:-9])
+        assert garbage.code == 2
+        one_screen(garbage, "cut off", "Copy the whole line again")
+        host, one, two = run.ended([first, run.join(1)])
+    assert (host.code, one.code, two.code) == (0, 0, 0)
+    refused = [json.loads(line) for line in (tmp_path / "shared" / "refused.jsonl").read_text().splitlines()]
+    assert [line["reason"] for line in refused] == ["invitation already used"]
+
+
+def test_a_machine_without_the_memory_for_its_part_is_refused_by_name(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, peers=2)
+        host, other = run.ended([run.join(0, "--memory-limit", 2000)])
+    one_screen(other, "memory for this machine's part", "at most 2,000")
+    assert host.code == 1
+
+
+def test_nobody_comes_and_the_host_ends(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--wait-s", 2, peers=2)
+        (host,) = run.ended([])
+    one_screen(host, "0 of 1 within 2 s", "--wait-s")
+    assert not (tmp_path / "shared" / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine has one arithmetic: no AVX512"
+)
+def test_another_arithmetic_is_refused_by_name_and_avx2_on_both_sides_agrees(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "mixed", "--steps", 8, peers=2)
+        host, other = run.ended([run.join(0, "--arithmetic", "avx2")])
+        assert (host.code, other.code) == (2, 2)
+        for said in (host, other):
+            one_screen(said, "another arithmetic", "--arithmetic avx2")
+        run = hosting(tmp_path, MLP, "--out", "same", "--steps", 8, "--arithmetic", "avx2", peers=2)
+        host, other = run.ended([run.join(0, "--arithmetic", "avx2")])
+    assert (host.code, other.code) == (0, 0), host.err + other.err
+
+
+def joined_and_ended(folder: Path, invitation: str) -> Said:
+    return finish(joining(folder, invitation))
+
+
+def wait_for(log: Path, words: str) -> None:
+    until = time.monotonic() + 60
+    while words not in log.read_text():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
