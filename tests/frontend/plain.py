@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundelay.frontend import Captured, Mode, RngKey, StageFunction
 from roundelay.frontend.plain_stage import plain_stage, rebuilt
-from roundelay.ir.plain_graph import decoded, encoded
+from roundelay.ir.plain_bytes import decoded, encoded
 from roundelay.ir.stage import Partition, StageSpec
 
 CPU = torch.device("cpu")

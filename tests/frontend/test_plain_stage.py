@@ -16,13 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundelay.errors import CaptureError, JobError
+from roundelay.errors import CaptureError, JobError, PlanError
 from roundelay.frontend import Captured, RngKey, capture
 from roundelay.frontend.batch import as_tensor
+from roundelay.frontend.plain_sizes import largest
 from roundelay.frontend.plain_stage import plain_stage, rebuilt
 from roundelay.frontend.stages.remat_segment import RematSegment
 from roundelay.ir.graph import COUNT, LABELS, LOSS
-from roundelay.ir.plain_graph import decoded, encoded
+from roundelay.ir.plain_bytes import decoded, encoded
+from roundelay.ir.plain_graph import Call, Input, Limits, List, PlainGraph, PlainSegment, PlainStage, Ref
 from roundelay.lower.partition import partition
 from tests.frontend.cutting import (
     MODES,
@@ -76,11 +78,15 @@ def test_a_stage_that_was_bytes_has_the_bits_of_the_captured_one(name: str) -> N
         wanted = run(captured, cut, batch, params, halved=halved)
         assert same(wanted, run(plain, cut, batch, params, halved=halved)) == []
         assert wanted.grads
-    late = [
-        [segment.halves and segment.halves.late for segment in of.stage(cut.stages[0], halved=True).segments]
-        for of in (captured, plain)
+    for spec in cut.stages:
+        assert roles(plain.stage(spec, halved=True).segments) == roles(captured.stage(spec, halved=True).segments)
+
+
+def roles(segments: Any) -> list[Any]:
+    """Names of segments, and what becomes of them."""
+    return [
+        (one.spec, one.trainable, one.differentiable, one.mutated, one.halves and one.halves.late) for one in segments
     ]
-    assert late[0] == late[1]
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "t5"])
@@ -285,6 +291,15 @@ def test_sizes_that_a_trace_has_fixed_are_checked_at_every_call() -> None:
         loss.forward({}, {}, values, RngKey(0, 0))
 
 
+def test_a_number_of_another_type_than_in_the_first_batch_is_refused() -> None:
+    captured = captured_with(scaled)
+    plain: Any = Plain(captured, cut := even_cuts(captured, 1))
+    one, two = (run(of, cut, {**data(), "scale": 0.5}, weights_of(captured)).loss for of in (captured, plain))
+    assert torch.equal(one, two)
+    with pytest.raises(JobError, match=r"the loss, value 'batch.scale': got a number of another type"):
+        run(plain, cut, {**data(), "scale": 3}, weights_of(captured))
+
+
 class Own(nn.Module):
     """Does something that may not travel."""
 
@@ -303,7 +318,7 @@ class Own(nn.Module):
     [
         (lambda x: torch.linalg.qr(x).Q, "aten.linalg_qr.default"),
         (lambda x: x.as_strided((x.size(0), 3), (3, 1)), "aten.as_strided.default"),
-        (lambda x: x + 0.0 * torch.empty(3).fill_(1.0), "aten.empty.memory_format"),
+        (lambda x: torch.fft.fft(x).real, "aten.fft_fft.default"),
     ],
 )
 def test_an_operation_that_may_not_travel_is_named_with_its_module(act: Callable[[Tensor], Tensor], name: str) -> None:
@@ -317,3 +332,69 @@ def test_compiled_stages_are_refused() -> None:
     captured = captured_with(entropy).compiling("stash")
     with pytest.raises(CaptureError, match="--compile"):
         plain_stage(captured, even_cuts(captured, 1).stages[0])
+
+
+class Scopes(nn.Module):
+    """Graphs in graphs: a branch, a region without gradients, one in full precision, random numbers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=None)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.rnn = nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 6) to (rows, 3)."""
+        x = self.layers[0](self.norm(x))
+        with torch.no_grad():
+            scale = x.abs().mean() + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        x = torch.cond(x.sum() > 0, torch.sigmoid, torch.tanh, (x,)) / scale
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.layers[1](x)
+        y = functional.feature_alpha_dropout(y.float(), 0.2) + x.new_empty(x.shape).bernoulli_(0.5)
+        y = self.rnn(self.layers[2](y)[:, None])[0][:, 0]
+        result: Tensor = self.last(y + torch.rand_like(y) * y.masked_fill(y > 3, float("-inf")).exp())
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_graphs_in_graphs_and_every_kind_of_random_number() -> None:
+    torch.manual_seed(4)
+    captured = capture(Scopes(), entropy, data(), lambda batch: ((batch["x"],), {}))
+    params = weights_of(captured)
+    targets = {op.target for op in captured.graph.ops}
+    assert {"keyed_call", "branch", "cumulative_batch_norm", "wrap_with_autocast", "aten.new_empty.default"} <= targets
+    for place in captured.graph.cuts:
+        cut = cut_after(captured, [place])
+        plain: Any = Plain(captured, cut)
+        for halved in (False, True):
+            wanted = run(captured, cut, data(5), params, halved=halved)
+            assert same(wanted, run(plain, cut, data(5), params, halved=halved)) == [], place
+    assert wanted.loss.isfinite()
+
+
+@EVERY
+def test_the_largest_tensor_is_known_before_any_is_made(name: str) -> None:
+    captured, batch = captured_of(name), batch_of(name)
+    cut = even_cuts(captured, 2)
+    done = run(captured, cut, batch, weights_of(captured))
+    for one in done.forwards:
+        plain, buffers = plain_stage(captured, one.spec), {n: captured.buffers()[n] for n in one.spec.buffers}
+        found = largest(plain, one.params, buffers, one.inputs)
+        made = [v.nbytes for n, v in tensors(one.outputs).items() if not n.startswith("weight.")]
+        assert max(made) <= found < 1 << 22
+        with pytest.raises(PlanError, match=r"got a tensor of [\d,]+ elements; expected at most [\d,]+"):
+            largest(plain, one.params, buffers, one.inputs, Limits(elements=max(1, found // 16)))
+
+
+def test_a_size_that_grows_by_arithmetic_is_refused_before_it_is_made() -> None:
+    nodes: list[Any] = [Input("x", 2), Input("draw", -1), Call("size", "aten.sym_size.int", (Ref(0), 0), {}, -1)]
+    nodes += [Call("more", "python.mul", (Ref(i), 1 << 20), {}, -1) for i in (2, 3)]
+    nodes += [Call("made", "aten.zeros.default", (List((Ref(4),)),), {}, 1)]
+    segment = PlainSegment(PlainGraph(tuple(nodes), (Ref(5),)), 0, 1, (), (), ("x",), ("y",))
+    plain = decoded(encoded(PlainStage(0, "fp32", (segment,), None, ("x",), ("y",))))
+    with pytest.raises(PlanError, match="2,199,023,255,552 elements"):
+        largest(plain, {}, {}, {"x": torch.ones(2, 2)})
+    with pytest.raises(PlanError, match="a stage for values of these sizes"):
+        largest(plain, {}, {}, {"x": torch.ones(())})

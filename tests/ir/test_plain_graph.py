@@ -19,6 +19,7 @@ from roundelay.errors import PlanError, RoundelayError
 from roundelay.frontend import RngKey, capture
 from roundelay.frontend.plain_operators import operations
 from roundelay.frontend.plain_stage import plain_stage, rebuilt
+from roundelay.ir.plain_bytes import decoded, encoded
 from roundelay.ir.plain_graph import (
     Body,
     Call,
@@ -32,8 +33,6 @@ from roundelay.ir.plain_graph import (
     PlainStage,
     Ref,
     Tuple,
-    decoded,
-    encoded,
 )
 from roundelay.ir.plain_operations import ALLOWED, OPERATORS
 from tests.frontend.cutting import even_cuts

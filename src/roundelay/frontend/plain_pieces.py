@@ -81,15 +81,13 @@ def plain_graph(piece: torch.fx.GraphModule, where: Where) -> PlainGraph:
         elif node.op == "get_attr":
             nodes.append(_held(name, _attribute(piece, str(node.target)), node, where))
         else:
-            if node.op != "call_function" or node.target not in names():
-                raise cannot_travel(
-                    where(node),
-                    f"{node.target}",
-                    "one of those that may travel",
-                )
+            operation = names().get(_FILLED.get(node.target, node.target))
+            if operation is None:
+                raise cannot_travel(where(node), f"{node.target}", "one of those that may travel")
             args = tuple(argument(value) for value in node.args)
-            kwargs = {key: argument(value) for key, value in node.kwargs.items()}
-            nodes.append(Call(name, names()[node.target], args, kwargs, _ndim(node)))
+            given = {key: value for key, value in node.kwargs.items() if value is not None}
+            kwargs = {key: argument(value) for key, value in given.items()}
+            nodes.append(Call(name, operation, args, kwargs, _ndim(node)))
     return PlainGraph(tuple(nodes), outputs)
 
 

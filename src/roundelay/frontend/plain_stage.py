@@ -3,8 +3,8 @@
 ::
 
     plain = plain_stage(captured, spec)                 where the job is: refused by name if something cannot travel
-    data = roundelay.ir.plain_graph.encoded(plain)      bytes
-    plain = roundelay.ir.plain_graph.decoded(data)      elsewhere: checked, as bytes from outside
+    data = roundelay.ir.plain_bytes.encoded(plain)      bytes
+    plain = roundelay.ir.plain_bytes.decoded(data)      elsewhere: checked, as bytes from outside
     rebuilt(plain, device, halved=...)                  the same StageFunction, bit for bit
 
 Weights and buffers are not part of it.
@@ -24,7 +24,8 @@ from roundelay.frontend.stages.remat_segment import RematSegment
 from roundelay.frontend.stages.retarget_device import CPU, retarget
 from roundelay.frontend.stages.segment import Segment
 from roundelay.frontend.stages.stage_function import StageFunction
-from roundelay.ir.plain_graph import LIMITS, Limits, PlainSegment, PlainStage, encoded, refused
+from roundelay.ir.plain_bytes import encoded
+from roundelay.ir.plain_graph import LIMITS, Limits, PlainSegment, PlainStage, refused
 from roundelay.ir.stage import SegmentSpec, StageSpec
 
 
@@ -60,7 +61,7 @@ def plain_stage(captured: Captured, spec: StageSpec) -> PlainStage:
 
 
 def rebuilt(plain: PlainStage, device: torch.device = CPU, *, halved: bool, limits: Limits = LIMITS) -> StageFunction:
-    """The functions of a stage from data, which was checked as :func:`roundelay.ir.plain_graph.decoded` does.
+    """The functions of a stage from data, which was checked as :func:`roundelay.ir.plain_bytes.decoded` does.
 
     Args:
         plain: the stage.

@@ -22,7 +22,7 @@ from roundelay.checkpoint.shards import Shard, whole_ranges
 from roundelay.errors import PlanError, RoundelayError, UsageError
 from roundelay.frontend.plain_model import PlainModel, module_of
 from roundelay.frontend.plain_stage import plain_stage
-from roundelay.ir import plain_graph
+from roundelay.ir import plain_bytes
 from roundelay.ir.graph import Graph, Parameter
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import BUILT_IN
@@ -61,7 +61,7 @@ class Assigned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         spec: which part of the graph it is, and what it sends and receives.
-        plain: the stage (:func:`roundelay.ir.plain_graph.encoded`).
+        plain: the stage (:func:`roundelay.ir.plain_bytes.encoded`).
         parameters: what is said of its parameters, by name.
         state: of the stage, without its tensors.
         strides: of tensors that do not lie in the order of their dimensions, by name.
@@ -153,7 +153,7 @@ def assignment_of(session: Session, worker: int, generation: int) -> tuple[bytes
         stages.append(
             Assigned(
                 spec,
-                plain_graph.encoded(plain_stage(captured, spec)),
+                plain_bytes.encoded(plain_stage(captured, spec)),
                 {name: graph.parameters[name] for name in spec.parameters},
                 table,
                 {name: tensor.stride() for name, tensor in own.items() if not tensor.is_contiguous()},
@@ -242,7 +242,7 @@ def task_of(assignment: Assignment, reading: Reading, state: bytes, use: StateUs
         UsageError: the state does not fit.
         PlanError: a stage cannot be rebuilt.
     """
-    plains = {one.spec.stage: plain_graph.decoded(one.plain) for one in assignment.stages}
+    plains = {one.spec.stage: plain_bytes.decoded(one.plain) for one in assignment.stages}
     try:
         held = _states(assignment, load_tensors(state))
         initial = _initial(assignment, held)

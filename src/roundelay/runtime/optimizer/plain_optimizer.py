@@ -29,7 +29,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from roundelay.errors import JobError
-from roundelay.ir.plain_graph import LIMITS, Count, Limits, Name, decoded_by, refused
+from roundelay.ir.plain_bytes import decoded_by
+from roundelay.ir.plain_graph import LIMITS, Count, Limits, Name, refused
 from roundelay.job import Named, OptimizerFactory, SchedulerFactory
 from roundelay.runtime.optimizer.nested_state import same_value
 from roundelay.runtime.optimizer.stage_optimizer import (
