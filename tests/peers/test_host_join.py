@@ -75,10 +75,10 @@ def run_of(invitation: str) -> str:
     ids=["optimizer", "scheduler"],
 )
 def test_what_cannot_travel_is_refused_by_name_before_the_door_opens(
-    changes: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     own = "class Own(torch.optim.SGD):\n    def __init__(self, named):\n        super().__init__(named, lr=0.1)\n"
-    said = typed(capsys, "host", job_file(tmp_path, changes, own), "--peers", 2, "--out", tmp_path / "r")
+    said = finish(start(tmp_path, "host", job_file(tmp_path, changes, own), "--peers", 2, "--out", "r"))
     one_screen(said, *words)
     assert "roundelay join" not in said.err
 
