@@ -141,6 +141,9 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
 STAGES = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 3, 4)
 TRANSPORTS = ("memory", "shm", "gloo")
+EVERY_TRANSPORT = (*TRANSPORTS, "grpc")
+"""Those that the table may be asked for."""
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(ZOO),
     "variant": tuple(VARIANTS),

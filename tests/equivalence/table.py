@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.equivalence.cells import FACTORS, TRANSPORTS, VARIANTS, Bench, Cell, run_cell
+from tests.equivalence.cells import EVERY_TRANSPORT, FACTORS, TRANSPORTS, VARIANTS, Bench, Cell, run_cell
 from tests.zoo import MODELS, ZOO
 
 
@@ -97,7 +97,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(ZOO), metavar="MODEL", help=", ".join(MODELS)
     )
-    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="default: both")
+    parser.add_argument(
+        "--transport", nargs="+", choices=EVERY_TRANSPORT, default=list(TRANSPORTS), help="default: memory, shm, gloo"
+    )
     parser.add_argument("--sample", type=_positive, metavar="N", help="only N cells, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice")
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="models at a time, each in a process")

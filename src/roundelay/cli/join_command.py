@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import ExitStack
+from typing import final
 
 import psutil
 import torch
@@ -21,6 +23,7 @@ from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import MemberStore
 from roundelay.peers.messages import Versions
 from roundelay.runtime.processes.determinism import deterministic
+from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.worker import unchanged
 from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, STATE, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
@@ -37,6 +40,8 @@ LINK_S = 120.0
 """Seconds in which the link must have carried what it is measured with."""
 
 MOST_WORDS = 4096
+
+PROGRESS_S = 10.0
 
 SHARE = 0.8
 """Of the memory that is free, what a run may need by default."""
@@ -73,9 +78,29 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         task = task_of(assignment, reading, state, use)
         _check_reachable(joined, own, max(neighbours(task.works[rank].program), default=0) > rank)
         with deterministic(plan.deterministic, threads=plan.threads):
-            code = run_follower(task, group, unchanged)
+            code = run_follower(task, group, unchanged, _Progress(stages))
     stderr.print("The run has ended." if not code else "The run has failed; the host tells why.", markup=False)
     return code
+
+
+@final
+class _Progress:
+    """Shows how far this machine is: a line every ten seconds.
+
+    Args:
+        stages: that it runs, as text.
+    """
+
+    def __init__(self, stages: str) -> None:
+        self._stages, self._told = stages, time.monotonic()
+
+    def __call__(self, report: Report) -> None:
+        """Look at a report."""
+        if report.kind == "progress" and time.monotonic() - self._told > PROGRESS_S:
+            self._told = time.monotonic()
+            busy = report.data["busy_s"] / max(report.data["wall_s"], 1e-9)
+            line = f"stage {self._stages}: {report.data['update']:,} updates, busy {busy:.0%} of the time"
+            stderr.print(line, markup=False)
 
 
 def _offer(store: MemberStore, name: str, memory: int) -> None:

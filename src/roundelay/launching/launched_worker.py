@@ -202,10 +202,16 @@ def _verdict(verdicts: queue.SimpleQueue[Report], lost: Sequence[RoundelayError]
     )
 
 
-def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap) -> int:
+def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap, watch: Reporter = lambda report: None) -> int:
     """Run a worker other than 0 in this process and return its exit code; the leader reports failures.
 
     That is 0, or 1 after a failure; after an audited run, what the leader concludes.
+
+    Args:
+        task: the run.
+        process_group: this process's membership.
+        wrap: applied to the worker's endpoint.
+        watch: called with every report before it is sent.
 
     Raises:
         WorkerLostError: the leader is gone without having reported a failure.
@@ -246,6 +252,7 @@ def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap) -> int
                         report = next_item(outgoing, TICK_S)
                     except queue.Empty:
                         continue
+                    watch(report)
                     ended, succeeded = _pass_on(report, channel)
             if task.audit and succeeded:
                 code = _verdict(verdicts, lost)

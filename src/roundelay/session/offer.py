@@ -108,7 +108,7 @@ def cluster_of(offers: Sequence[Offer]) -> Cluster:
     )
     slowest = ClusterLink(
         latency_s=round(max(one.rtt_s for one in offers[1:]) / 2, 6),
-        bytes_per_s=round(min(one.bytes_per_s for one in offers[1:])),
+        bytes_per_s=float(round(min(one.bytes_per_s for one in offers[1:]))),
     )
     return Cluster(workers=workers, links=ClusterLinks(within=slowest, between=slowest), ordered=True)
 

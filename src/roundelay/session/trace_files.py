@@ -45,7 +45,7 @@ def heads_of(plan: Plan, seed: int, first: tuple[int, int]) -> dict[int, TraceHe
 
 def digest_of(plan: Plan) -> str:
     """Sixteen hexadecimal digits of a plan's text."""
-    return hashlib.sha256(plan.text().encode()).hexdigest()[:16]
+    return hashlib.sha256(Plan.parse(plan.text()).text().encode()).hexdigest()[:16]  # as a file of it is read
 
 
 def folder_of(run: Path, updates: int) -> Path:
