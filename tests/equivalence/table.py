@@ -98,7 +98,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--models", nargs="+", choices=MODELS, default=list(ZOO), metavar="MODEL", help=", ".join(MODELS)
     )
     parser.add_argument(
-        "--transport", nargs="+", choices=EVERY_TRANSPORT, default=list(TRANSPORTS), help="default: memory, shm, gloo"
+    names = list(TRANSPORTS)
+    parser.add_argument("--transport", nargs="+", choices=EVERY_TRANSPORT, default=names, help="default: all but grpc")
     )
     parser.add_argument("--sample", type=_positive, metavar="N", help="only N cells, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice")
