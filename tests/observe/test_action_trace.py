@@ -92,7 +92,7 @@ end 5
 def test_a_file_as_it_is_documented() -> None:
     found = parse(TEXT, "t")
     assert found == ActionTrace(HEAD, "FFBFB", {3: "a" * 16}, ended=True)
-    assert TEXT == str(HEAD) + lines_of("FFBFB", {3: "a" * 16}, 0) + end_line(5)
+    assert str(HEAD) + lines_of("FFBFB", {3: "a" * 16}, 0) + end_line(5) == TEXT
     assert lines_of("BF", {3: "a" * 16}, 3) == f"= 3 {'a' * 16}\nBF\n"
 
 
