@@ -58,7 +58,7 @@ def test_a_link_has_a_slot_for_each_interval_in_its_way_there_and_back() -> None
 
 
 def test_so_many_forwards_are_in_flight_as_fit_into_the_way_to_the_end_and_back() -> None:
-    """1 + stages behind + ⌈way / 20 ms⌉: from stage 0, 101 ms or 5.05 intervals; from stage 1, 2.52; none at the last."""
+    """1 + stages behind + ⌈way / 20 ms⌉: from stage 0 5.05 intervals, from stage 1 2.52; none at the last."""
     assert in_flight(with_capacities(wide_area())) == [1 + 2 + 6, 1 + 1 + 3, 1]
 
 
