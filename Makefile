@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules search-table programs operators standin first-look models options bench growth faults resumes same-bits browser wan clean
+.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules free-runs search-table programs operators standin first-look models options bench growth faults resumes same-bits browser wan clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -70,6 +70,9 @@ verify-table: verify-rules ## Print the tables of equivalences, each line comput
 
 verify-rules: $(DONE) ## The first of these alone; SHORT=--short takes minutes
 	@$(BIN)/python -m tests.equivalence.rules_table $(SHORT)
+
+free-runs: $(DONE) ## Replay 30 runs whose order is free (3 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.equivalence.free_runs --runs 30
 
 search-table: $(DONE) ## Compare the search with experts, brute force and HiGHS on random models, graphs and GPTs (hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.search.long

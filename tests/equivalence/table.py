@@ -97,10 +97,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(ZOO), metavar="MODEL", help=", ".join(MODELS)
     )
-    parser.add_argument(
     names = list(TRANSPORTS)
     parser.add_argument("--transport", nargs="+", choices=EVERY_TRANSPORT, default=names, help="default: all but grpc")
-    )
     parser.add_argument("--sample", type=_positive, metavar="N", help="only N cells, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice")
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="models at a time, each in a process")

@@ -102,10 +102,10 @@ def _worker(number: int, data: dict[str, Any]) -> dict[str, Any]:
     return {"worker": number, **process, "bytes_received": received}
 
 
-def replay_line(letters: int, digests: int, differing: int) -> str:
+def replay_line(letters: int, digests: int, differing: int, *, equal: bool) -> str:
     """What the replay of a free order has found."""
-    equal = "trace != replay" if differing else "trace = replay: bit-equal"
-    return f"{equal}: {letters:,} letters, {differing} of {digests} digests differ"
+    found = "trace = replay: bit-equal" if equal else "trace != replay"
+    return f"{found}: {letters:,} letters, {differing} of {digests} digests differ"
 
 
 def show_verification(plan: Plan, result: Verification) -> None:
@@ -123,7 +123,8 @@ def show_verification(plan: Plan, result: Verification) -> None:
         if result.fidelity.mesh:
             stdout.print(f"mesh = no mesh: equal but for rounding: {result.fidelity.mesh}", markup=False)
     if result.letters:
-        stdout.print(replay_line(result.letters, result.digests, result.odd_digests), markup=False)
+        line = replay_line(result.letters, result.digests, result.odd_digests, equal=not result.difference)
+        stdout.print(line, markup=False)
     compared = f"{result.tensors} tensors, {result.steps} steps ({result.losses} losses)"
     odd = result.nondeterministic
     if not result.difference:

@@ -47,26 +47,28 @@ def verify_trace(job_file: Path, choices: Choices, options: VerifyOptions, run: 
     seed = head.seed
     job = load_job(job_file, seed)
     planned = plan_job(job, choices, seed, PlanSource(run / "plan.toml"), quiet=True)
-    session = planned.session(seed, Length(steps=max(1, traces[0].letters.count("B"))), options.resume)
+    session = planned.session(seed, Length(steps=max(1, traces[0].letters.count("F"))), options.resume)
     origin = reference_start_of(session, ReferenceStart.of(planned.captured))
     with Progress(console=stderr, transient=True, disable=as_json) as bar:
         letters = bar.add_task("Replaying in one process", total=sum(len(trace.letters) for trace in traces))
         with deterministic(plan.deterministic, threads=plan.threads), on_threads(plan.threads), user_code("the replay"):
             found = replayed_trace(session, origin, traces, options.window, lambda: bar.advance(letters))
-    if not found.digests:
+    difference = told(found)
+    if not found.digests and not difference:
         raise UsageError(
             f"the window of {options.window} letters" if options.window else f"the trace {folder}",
             got=f"{found.letters} letters, and no digest among them",
             expected="at least one digest of a stage's state: there is one every 256 letters, and at the end",
             remedy="Give a larger --window, or none." if options.window else "The run was broken off too early.",
         )
-    difference = told(found)
     ended = all(trace.ended for trace in traces) or options.window is not None
     if as_json:
         fields = {"letters": found.letters, "digests": found.digests, "digests_that_differ": len(found.differing)}
         show_json({"equal": not difference, "difference": difference, "ended": ended, "rule": plan.rule, **fields})
     else:
-        stdout.print(replay_line(found.letters, found.digests, len(found.differing)), markup=False)
+        stdout.print(
+            replay_line(found.letters, found.digests, len(found.differing), equal=not difference), markup=False
+        )
         if difference:
             stdout.print(difference, markup=False)
     if not ended:

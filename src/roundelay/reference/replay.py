@@ -10,7 +10,7 @@ run computed the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -60,7 +60,7 @@ class Replayed:
         letters: how many it has replayed.
         digests: how many it has compared.
         differing: (stage, number of letters) of those that differ, in the order of the replay.
-        stuck: (stage, number of letters) where a letter stands that nothing allows, or one is missing.
+        stuck: (stage, number of letters) where a letter stands that nothing allows, or one is missing; causes first.
     """
 
     result: ReferenceResult
@@ -189,20 +189,44 @@ class _Replay:
                     self._act(own)
                     self._compare(own)
                     ready = True
-        furthest = max(own.forwards for own in self._stages)
-        stuck = [o for o in self._stages if o.done < len(o.given.letters) or {o.forwards, o.backwards} != {furthest}]
-        places = tuple((own.number, own.done) for own in stuck) if whole else ()
+        stuck = self._unfinished() if whole else self._impossible()
+        stuck.sort(key=lambda own: own.done < len(own.given.letters) and bool(self._missing(own)))  # causes first
+        places = tuple((own.number, own.done) for own in stuck)
         letters = sum(own.done for own in self._stages)
         return Replayed(self._results(), letters, self._compared, tuple(self._differing), places)
+
+    def _unfinished(self) -> list[_Stage]:
+        """The stages that have not done all of the run."""
+        furthest = max(own.forwards for own in self._stages)
+        return [o for o in self._stages if o.done < len(o.given.letters) or {o.forwards, o.backwards} != {furthest}]
+
+    def _impossible(self) -> list[_Stage]:
+        """The stages whose next letter no further letters of others would allow, nor further data."""
+        left = [own for own in self._stages if own.done < len(own.given.letters)]
+        while able := [own for own in left if self._may_go_on(own, {other.number for other in left})]:
+            left = [own for own in left if own not in able]
+        return left
+
+    def _may_go_on(self, own: _Stage, left: Collection[int]) -> bool:
+        """Whether a stage waits for data, or for a stage that is not one of ``left``."""
+        missing = {*self._missing(own)}
+        if own.given.letters[own.done] == FORWARD:
+            return not missing or bool(missing - {*left})
+        return own.backwards < own.forwards and bool(missing - {*left})
+
+    def _missing(self, own: _Stage) -> list[int]:
+        """The stages from which something is missing for a stage's next letter."""
+        if own.given.letters[own.done] == FORWARD:
+            return [j for j in own.given.before if self._stages[j].forwards <= own.forwards]
+        return [j for j in own.given.behind if self._stages[j].backwards <= own.backwards]
 
     def _is_possible(self, own: _Stage) -> bool:
         """Whether what a stage's next letter needs is there."""
         if own.done == len(own.given.letters):
             return False
-        if own.given.letters[own.done] == FORWARD:
-            ready = all(self._stages[j].forwards > own.forwards for j in own.given.before)
-            return ready and self._known(own.forwards)
-        return own.backwards < own.forwards and all(self._stages[j].backwards > own.backwards for j in own.given.behind)
+        if self._missing(own):
+            return False
+        return self._known(own.forwards) if own.given.letters[own.done] == FORWARD else own.backwards < own.forwards
 
     def _known(self, g: int) -> bool:
         """Whether there is a micro-batch of this number; it is read if it is the next one."""
