@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import roundelay
 from roundelay.checkpoint.checkpoint import load
 from roundelay.errors import UsageError
 from roundelay.ir.clip import Clip
@@ -201,3 +202,22 @@ def test_verify_from_a_checkpoint_in_mid_flight_replays_what_follows(recorded: A
     found = verify_session(session, wrap=delays(1), first=ReferenceStart.of(place.captured))
     assert found.equal, found.difference
     assert (found.begins, found.steps) == (70, 12)
+
+
+def test_a_stage_that_gets_no_gradient_runs_its_backward_at_once() -> None:
+    """The first of three stages has frozen weights only: nothing comes back to it."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
+    for layer in range(2):
+        model[layer].requires_grad_(requires_grad=False)
+    data = [{"x": torch.randn(6, 4), "y": torch.randn(6, 4)} for _ in range(6)]
+    job = roundelay.Job(
+        model=model,
+        loss=lambda outputs, batch: torch.nn.functional.mse_loss(outputs, batch["y"]),
+        batches=lambda epoch: data,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        inputs=lambda batch: ((batch["x"],), {}),
+    )
+    plan = roundelay.plan(job, workers=3, rule="ravnest", cuts="equal", transport="shm")
+    assert not any(edge.gradient for edge in plan.edges if edge.source == 0)
+    found = roundelay.verify(job, plan=plan, steps=6)
+    assert found.equal, found.differences()

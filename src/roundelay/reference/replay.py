@@ -258,7 +258,11 @@ class _Replay:
         tensors = {n: v for n, v in outputs.items() if isinstance(v, torch.Tensor)}
         self._audit("forward", own.number, 0, header.g, tensors)
         if own is self._stages[-1]:
-            self._gradients[header.g] = [{LOSS: self._loss_gradient(header, known[0])}]
+            self._gradients_of(header)[0][LOSS] = self._loss_gradient(header, known[0])
+
+    def _gradients_of(self, header: MicroBatch) -> Each:
+        """The gradients of a micro-batch's values; a stage that gets none may run its backward before there are any."""
+        return self._gradients.setdefault(header.g, [{}])
 
     def _loss_gradient(self, header: MicroBatch, values: Mapping[str, Any]) -> torch.Tensor:
         """The gradient of the loss: its weight in the batch's mean, or 1 if the update divides by the count."""
@@ -280,7 +284,7 @@ class _Replay:
 
     def _backward(self, own: _Stage, header: MicroBatch) -> None:
         """d_k, gamma = VJP(f_k; x_k, W of its forward)(d_{k+1}), and the update if it ends its batch."""
-        stage, known = own.stage, self._gradients[header.g]
+        stage, known = own.stage, self._gradients_of(header)
         read, tapes = own.passes.pop(header.g)
         (of_parameters,) = backward(stage, [local(stage, read, 0)], tapes, known)
         of_inputs = {f"d {n}": known[0][n] for n in stage.functions[0].inputs if known[0].get(n) is not None}
