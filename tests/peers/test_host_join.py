@@ -126,7 +126,8 @@ def test_a_machine_without_the_memory_for_its_part_is_refused_by_name(tmp_path: 
         run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, peers=2)
         host, other = run.ended([run.join(0, "--memory-limit", 2000)])
     one_screen(other, "memory for this machine's part", "at most 2,000")
-    assert host.code == 1
+    one_screen(host, "worker-1", "memory for this machine's part", "at most 2,000")
+    assert (host.code, other.code) == (2, 2)
 
 
 def test_nobody_comes_and_the_host_ends(tmp_path: Path) -> None:

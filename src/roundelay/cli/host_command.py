@@ -44,7 +44,7 @@ from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
 from roundelay.runtime.loading.prefetch import ignore_wait
-from roundelay.session.assignment import ASSIGNMENT, STATE, assignment_of, check_travels, place_of
+from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, place_of
 from roundelay.session.offer import (
     OFFER,
     PROBE,
@@ -69,6 +69,9 @@ REFUSED = "refused.jsonl"
 VALID = timedelta(days=30)
 OFFER_S = 180.0
 """Seconds in which a machine that has joined must have measured itself."""
+
+READY_S = 600.0
+"""Seconds in which a machine must have fetched its part of the model."""
 
 TELL_S = 1.0
 """Seconds in which those that wait may still ask why the run does not begin."""
@@ -221,6 +224,14 @@ def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> P
         assignment, state = assignment_of(session, worker, GENERATION)
         waiting.texts.leave(name_of(worker), ASSIGNMENT, assignment)
         waiting.texts.leave(name_of(worker), STATE, state)
+    for name in map(name_of, range(1, peers)):
+        if why := waiting.texts.get(f"{READY} {name}", READY_S):
+            raise UsageError(
+                name,
+                got=why,
+                expected="a machine that takes the part that it is assigned",
+                remedy="Host the run again without it, or with another part for it.",
+            )
     place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), host, GENERATION)
     return PeerGroup(place, waiting.texts)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 from typing import final
 
 import psutil
@@ -13,7 +15,7 @@ import torch
 from roundelay import __version__
 from roundelay.cli.host_options import LOOPBACK, address_of
 from roundelay.cli.screen import stderr
-from roundelay.errors import UsageError
+from roundelay.errors import RoundelayError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
 from roundelay.launching.peer_group import PeerGroup
@@ -25,7 +27,7 @@ from roundelay.peers.messages import Versions
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.worker import unchanged
-from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, STATE, place_of, read_assignment, task_of
+from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, READY, STATE, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
 from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, own_offer
 from roundelay.trust.invitation import Invitation
@@ -67,16 +69,19 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         stack.callback(store.close)
         rank = welcome.seat + 1
         _offer(store, welcome.name, memory)
+        refusing = stack.enter_context(ExitStack())
+        refusing.push(partial(_tell, store, f"{READY} {welcome.name}"))
         assignment, reading = read_assignment(store.take(ASSIGNMENT, MOST_BYTES, ASSIGN_S), rank, memory)
         plan = reading.plan
         stages = " and ".join(map(str, plan.stages_of(rank)))
         stderr.print(f"Assigned stage {stages} of {plan.num_stages}; rule {plan.rule}.", markup=False)
-        state = store.take(STATE, memory, ASSIGN_S)
-        place = place_of(reading, rank, joined.credentials, own, welcome.generation)
-        group = PeerGroup(place, store)
-        use, _ = fetched_use(group)
-        task = task_of(assignment, reading, state, use)
+        task = task_of(assignment, reading, store.take(STATE, memory, ASSIGN_S))
         _check_reachable(joined, own, max(neighbours(task.works[rank].program), default=0) > rank)
+        refusing.pop_all()
+        store.put(f"{READY} {welcome.name}", "")
+        group = PeerGroup(place_of(reading, rank, joined.credentials, own, welcome.generation), store)
+        use, _ = fetched_use(group)
+        task = replace(task, states=use)
         with deterministic(plan.deterministic, threads=plan.threads):
             code = run_follower(task, group, unchanged, _Progress(stages))
     stderr.print("The run has ended." if not code else "The run has failed; the host tells why.", markup=False)
@@ -101,6 +106,13 @@ class _Progress:
             busy = report.data["busy_s"] / max(report.data["wall_s"], 1e-9)
             line = f"stage {self._stages}: {report.data['update']:,} updates, busy {busy:.0%} of the time"
             stderr.print(line, markup=False)
+
+
+def _tell(store: MemberStore, name: str, kind: object, error: BaseException | None, trace: object) -> None:
+    """Tell the host why this machine does not take part."""
+    if isinstance(error, RoundelayError):
+        with suppress(RoundelayError):
+            store.put(name, str(error)[:MOST_WORDS])
 
 
 def _offer(store: MemberStore, name: str, memory: int) -> None:

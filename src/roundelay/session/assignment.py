@@ -46,6 +46,9 @@ from roundelay.trust.authority import Credentials
 ASSIGNMENT, STATE = "assignment", "state"
 """Names under which the host leaves these for a machine."""
 
+READY = "ready"
+"""Name under which a machine says that it takes part, or why it does not."""
+
 MOST_BYTES = 2**26
 """Of an assignment without its state."""
 
@@ -229,14 +232,13 @@ def _needed(reading: Reading, stage: int) -> int:
     return own.parameter_bytes * (4 + in_flight) + own.tape_bytes * in_flight
 
 
-def task_of(assignment: Assignment, reading: Reading, state: bytes, use: StateUse) -> Task:
-    """The task of a machine.
+def task_of(assignment: Assignment, reading: Reading, state: bytes) -> Task:
+    """The task of a machine, whose states are needed for nothing yet.
 
     Args:
         assignment: as read.
         reading: of its plan.
         state: tensors, as bytes from outside.
-        use: what the states are needed for.
 
     Raises:
         UsageError: the state does not fit.
@@ -269,7 +271,7 @@ def task_of(assignment: Assignment, reading: Reading, state: bytes, use: StateUs
         extent=Extent(start_g=assignment.start_g, start_batch=assignment.updates),
         initial=initial,
         handlers={},
-        states=use,
+        states=StateUse(),
     )
 
 
