@@ -78,11 +78,11 @@ def test_an_edge_s_own_link_counts() -> None:
     assert in_flight(changed) == [1 + 2 + 3, 1 + 1 + 3, 1]
 
 
-def test_a_link_of_no_time_has_two_slots_and_one_of_a_whole_interval_too() -> None:
+def test_a_link_of_no_time_has_two_slots_and_one_of_a_whole_interval_three() -> None:
     plan = with_capacities(replace(wide_area(size=0), latency_s=0.0))
     assert (slots(plan), in_flight(plan)) == ({(0, 1): 2, (1, 2): 2}, [4, 3, 1])
     plan = with_capacities(replace(wide_area(size=0), latency_s=0.01))
-    assert (slots(plan), in_flight(plan)) == ({(0, 1): 2, (1, 2): 2}, [5, 3, 1])
+    assert (slots(plan), in_flight(plan)) == ({(0, 1): 3, (1, 2): 3}, [5, 3, 1])
 
 
 def test_where_seconds_are_unknown_messages_take_next_to_none() -> None:

@@ -14,6 +14,7 @@ from roundelay.env import put_all
 from roundelay.errors import UsageError, did_you_mean
 
 CHOICES = {
+    "sse": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "MKL_CBWR": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
@@ -22,9 +23,9 @@ CHOICES = {
 Arithmetic = Annotated[
     str | None,
     typer.Option(
-        help="Instructions with which torch computes, the same on all machines of a run: avx2 or avx512. [default: the "
-        "best of this machine]",
-        metavar="avx2|avx512",
+        help="Instructions with which torch computes, the same on all machines of a run: sse, avx2 or avx512. "
+        "[default: the best of this machine]",
+        metavar="sse|avx2|avx512",
         show_default=False,
     ),
 ]

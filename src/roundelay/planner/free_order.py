@@ -1,8 +1,9 @@
 """How much may be in flight where the order is free (Ravnest, 2024, Algorithm 1).
 
 A stage that waits for a slot does nothing. So an edge has as many slots as messages are sent while the first one's slot
-comes back: one for each interval in its transfer and in a message there and back, and one being worked on. The paper
-has one slot, which leaves a stage idle for all of that time.
+comes back: one for each interval in its transfer and in a message there and back, and one being worked on. Where these
+are a whole number of intervals there is one more, or a message that waits behind a backward leaves a stage idle. The
+paper has one slot, which leaves it idle for all of that time.
 
 A stage goes on until it has as many forwards in flight as fit into the way to the last stage and back. More would read
 weights that are older still, and gain nothing.
@@ -29,7 +30,7 @@ def with_capacities(plan: Plan) -> Plan:
     way_s, behind = [0.0] * plan.num_stages, [0] * plan.num_stages
     for edge in sorted(plan.edges, key=lambda edge: (-edge.source, edge.target)):
         round_s = _round_s(plan, edge)
-        own = 1 + (max(1, math.ceil(round_s / interval_s)) if interval_s else 1)
+        own = 2 + (math.floor(round_s / interval_s) if interval_s else 0)
         slots[edge.source, edge.target] = own
         way_s[edge.source] = max(way_s[edge.source], round_s + way_s[edge.target])
         behind[edge.source] = max(behind[edge.source], 1 + behind[edge.target])
