@@ -17,6 +17,10 @@ from typing import Any, Self, final
 _TORCH = frozenset({"torch", "functorch", "torchgen", "sympy", "mpmath", "networkx", "typing_extensions"})
 
 
+class EndedAsAsked(KeyboardInterrupt):
+    """An interrupt that a signal has asked for, after all that it asked for is done; its text says how it ended."""
+
+
 def always(frame: FrameType | None, again: bool) -> bool:
     """Defer every signal."""
     return True

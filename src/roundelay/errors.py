@@ -15,6 +15,7 @@
     │   ├── DeviceError       a device without enough memory, or one that has failed
     │   ├── NondeterministicError  an operation that has no deterministic form
     │   ├── WorkerLostError   a worker ended or stopped answering
+    │   │   └── PeerLostError     a machine of a run that others have joined did, and which one is known
     │   └── DeadlineError     a wait that outlasted its deadline
     └── InternalError         a law of the house was broken: a bug of ours
 
@@ -98,6 +99,20 @@ class NondeterministicError(RunError):
 
 class WorkerLostError(RunError):
     """A worker ended or stopped answering."""
+
+
+class PeerLostError(WorkerLostError):
+    """A machine of a run that others have joined ended or stopped answering; the subject is its name."""
+
+    @staticmethod
+    def of(peer: str, cause: str) -> PeerLostError:
+        """The loss of a peer, and what is known of it in one line."""
+        return PeerLostError(
+            peer,
+            got=cause,
+            expected="a machine that goes on until the run has ended",
+            remedy="Check that machine and the network; go on with `roundelay host --from` the run's folder.",
+        )
 
 
 class DeadlineError(RunError):

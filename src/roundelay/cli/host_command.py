@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,13 +19,15 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.host_options import HostOptions, address_of
 from roundelay.cli.options import RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
-from roundelay.cli.screen import show_json, stderr
+from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
 from roundelay.cores import usable_cores
-from roundelay.errors import DeadlineError, UsageError
+from roundelay.errors import DeadlineError, PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import StagePlan
+from roundelay.launching.last_words import one_line
 from roundelay.launching.peer_group import PeerGroup
+from roundelay.launching.stop_watchdog import start_watchdog
 from roundelay.membership.roster import Roster, Seat
 from roundelay.observe.run_folder import check_vacant
 from roundelay.peers import members, refusals
@@ -115,10 +117,23 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         if facts is not None:
             prepared = _replanned(prepared, facts, asked, offers, run)
         group = _assigned(prepared, waiting, listen[0], options.peers)
-        summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
+        with _telling_loss(group):
+            summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
     if as_json:
         show_json(summary)
     return 0
+
+
+@contextmanager
+def _telling_loss(group: PeerGroup) -> Iterator[None]:
+    """Tell of this machine what the others are told, if the run fails here; and end it if it stays stopped."""
+    start_watchdog(group.called(group.rank))
+    try:
+        yield
+    except RunError as error:
+        if not isinstance(error, PeerLostError):
+            show_lost(group.called(group.rank), one_line(f"{error.subject}: {error.got}"))
+        raise
 
 
 @final

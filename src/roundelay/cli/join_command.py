@@ -20,6 +20,7 @@ from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
 from roundelay.launching.peer_group import PeerGroup
 from roundelay.launching.process_group import neighbours
+from roundelay.launching.stop_watchdog import start_watchdog
 from roundelay.peers.knock import Joined, knock
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import MemberStore
@@ -83,8 +84,10 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         use, _ = fetched_use(group)
         task = replace(task, states=use)
         with deterministic(plan.deterministic, threads=plan.threads):
+            start_watchdog(welcome.name)
             code = run_follower(task, group, unchanged, _Progress(stages))
-    stderr.print("The run has ended." if not code else "The run has failed; the host tells why.", markup=False)
+    ended = f"The host was asked to end: {group.farewell}" if group.farewell else "The run has ended"
+    stderr.print(f"{ended}.", markup=False)
     return code
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roundelay.checkpoint.atomic_files import strict_json
-from roundelay.errors import PlanWarning, RoundelayError
+from roundelay.errors import PeerLostError, PlanWarning, RoundelayError
 
 if TYPE_CHECKING:  # torch would be imported with it, and `roundelay doctor` must work without
     from roundelay.runtime.loading.prefetch import OnWait
@@ -52,24 +52,36 @@ def only_json() -> Iterator[None]:
 
 
 def show_error(error: RoundelayError, as_json: bool, traced: bool) -> None:
-    """Print an error as a panel (subject, got, expected, remedy), then its traceback if ``traced``.
+    """Print an error as a panel (subject, got, expected, remedy), or in one line which machine is lost.
 
     Args:
         error: the error.
         as_json: also write it to stdout as a JSON object.
-        traced: also print the traceback.
+        traced: then also print its traceback.
     """
     if as_json:
         parts = {"subject": error.subject, "got": error.got, "expected": error.expected, "remedy": error.remedy}
         show_json({"error": {"kind": type(error).__name__, **parts}})
+    if isinstance(error, PeerLostError):
+        show_lost(error.subject, error.got)
+    else:
+        _show_panel(error)
+    if traced:
+        stderr.print("".join(traceback.format_exception(error)), markup=False)
+
+
+def show_lost(peer: str, cause: str) -> None:
+    """Print in one line which machine of a run is lost, and why."""
+    stderr.print(f"lost: {peer}: {cause}", markup=False, soft_wrap=True)
+
+
+def _show_panel(error: RoundelayError) -> None:
     body = Table.grid(padding=(0, 2))
     body.add_column(justify="right", style="bold", no_wrap=True)
     body.add_column(overflow="fold")
     for label, text in (("got", error.got), ("expected", error.expected), ("do", error.remedy)):
         body.add_row(label, Text(_short(text)))
     stderr.print(Panel(Group(Text(_short(error.subject), style="bold"), body), border_style="red"))
-    if traced:
-        stderr.print("".join(traceback.format_exception(error)), markup=False)
 
 
 def _short(text: str) -> str:

@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from roundelay.cli.screen import stderr
+from roundelay.deferred_signals import EndedAsAsked
 from roundelay.observe.progress_lines import ProgressLines, RunLength
 from roundelay.observe.run_folder import RunFolder
 from roundelay.runtime.loading.checkpoint_schedule import RunControl
@@ -168,11 +169,8 @@ class GracefulStop:
         if self._requested_at is None:
             return
         if isinstance(event, Saved) and event.updates >= self._requested_at:
-            stderr.print(
-                f"Asked to end: the checkpoint after update {event.updates - 1} is written. Continue with --from "
-                f"{self._folder.path}.",
-                markup=False,
-            )
-            raise KeyboardInterrupt
+            done = f"the checkpoint after update {event.updates - 1} is written"
+            stderr.print(f"Asked to end: {done}. Continue with --from {self._folder.path}.", markup=False)
+            raise EndedAsAsked(done)
         if isinstance(event, NotSaved):
             raise KeyboardInterrupt

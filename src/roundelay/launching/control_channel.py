@@ -39,6 +39,8 @@ LEADER_TELLS = "the run has failed; worker 0 tells why"
 
 OnLost = Callable[[int, RoundelayError], None]
 OnUnreadable = Callable[[RoundelayError], None]
+Loss = Callable[[int, str], RoundelayError]
+"""The error of a process that is lost, by its rank and by what is known of it."""
 
 _POLL_S = 0.1
 _CHANNEL = 0
@@ -55,6 +57,7 @@ class ControlChannel:
         on_report: called with every report, in threads of the channel.
         on_lost: called once for every watched process that is lost.
         on_unreadable: called if this process can no longer receive; it can still send.
+        loss: the error of a process that is lost.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class ControlChannel:
         on_report: Reporter,
         on_lost: OnLost,
         on_unreadable: OnUnreadable,
+        loss: Loss,
     ) -> None:
         self._reports, self._news, self._watched = reports, news, tuple(watched)
         self._on_report, self._on_lost, self._on_unreadable = on_report, on_lost, on_unreadable
+        self._loss = loss
         self._silent_s = dict.fromkeys(self._watched, 0.0)  # written by the news thread only
 
         self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the news thread
@@ -148,7 +153,7 @@ class ControlChannel:
                 else:
                     self._take_report(delivery.source, report)
             elif isinstance(delivery, Lost):
-                lost = _lost(delivery.source, delivery.reason)
+                lost = self._loss(delivery.source, delivery.reason)
                 if (cause := self._reports.cause(lost)) is not lost:  # this process itself could not receive
                     raise cause
                 self._broken[delivery.source] = (time.monotonic(), delivery.reason)
@@ -197,7 +202,7 @@ class ControlChannel:
         """Report a lost process once; called by the news thread."""
         if other in self._watched and other not in self._lost:
             self._lost.add(other)
-            self._on_lost(other, _lost(other, how))
+            self._on_lost(other, self._loss(other, how))
 
 
 def _next(endpoint: Endpoint, wait_s: float) -> Delivery | None:
@@ -255,7 +260,8 @@ def _unreadable(worker: int, error: Exception) -> InternalError:
     )
 
 
-def _lost(worker: int, how: str) -> WorkerLostError:
+def launched_loss(worker: int, how: str) -> RoundelayError:
+    """The error of a launcher's process that is lost."""
     return WorkerLostError(
         f"worker {worker} of the launcher's",
         got=how,

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import final
 
 from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
-from roundelay.launching.control_channel import LEADER_TELLS, NEWS_S, ControlChannel
+from roundelay.launching.control_channel import NEWS_S, ControlChannel
 from roundelay.launching.failure_tracker import FailureTracker, Listener
 from roundelay.launching.gc_policy import frozen_gc
 from roundelay.launching.process_group import ProcessGroup
@@ -23,13 +25,16 @@ from roundelay.launching.threaded_workers import take_reports
 from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
-from roundelay.runtime.processes.worker_messages import Report, Reporter, failure, unsendable
+from roundelay.runtime.processes.worker_messages import Report, Reporter, error_of, failure, unsendable
 from roundelay.runtime.worker import Workload, Wrap, work
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 
 LEAVE_S = 2.0
 """Seconds to wait for a failed or aborted worker to close its connections; it reports its end before."""
+
+TOLD_S = 5.0
+"""Seconds in which a host must tell a machine that has failed who is lost: it may notice a cut link later."""
 
 VERDICT_S = 6 * 3600.0
 """Seconds that the leader may take to compare an audited run, while its heartbeats come."""
@@ -114,25 +119,33 @@ def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: Proc
         task.settings.deadline_s, reports.put, failed, partial(failed, process_group.rank)
     )
     worker = _WorkerThread(task, process_group, wrap, reports.put, device)
-    causes: list[Report] = []
+    causes, words = list[Report](), process_group.last_words(None)
     try:
         try:
             _take_reports(reports, tracker, process_group.rank)
         except KeyboardInterrupt:
-            time.sleep(NEWS_S)
+            if process_group.launched:
+                time.sleep(NEWS_S)
             _drain(reports, tracker)
             raise
         finally:
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
             succeeded = not tracker.failures and len(tracker.ended) == len(task.works)
-            _leave(channel, worker, task.settings.deadline_s if succeeded else None, open_after=task.audit)
+            words = process_group.last_words(sys.exception() or _cause(tracker, process_group))
+            _leave(channel, worker, words, task.settings.deadline_s if succeeded else None, open_after=task.audit)
     except KeyboardInterrupt:  # a launcher that has lost one process ends the others: the loss is the cause to report
-        _leave(channel, worker, None)  # the interrupt may have cut the first call short
+        _leave(channel, worker, words, None)  # the interrupt may have cut the first call short
         if not causes:
             raise
         tracker.failures[:] = causes
     _drain(reports, tracker)
-    tracker.raise_failure()
+    if (cause := _cause(tracker, process_group)) is not None:
+        raise cause
+
+
+def _cause(tracker: FailureTracker, process_group: ProcessGroup) -> RoundelayError | None:
+    first = tracker.first_cause()
+    return None if first is None else process_group.attributed(*first)
 
 
 def _take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker, rank: int) -> None:
@@ -148,15 +161,16 @@ def _take_reports(reports: queue.SimpleQueue[Report], tracker: FailureTracker, r
 
 
 def _leave(
-    channel: ControlChannel, worker: _WorkerThread, patience_s: float | None, *, open_after: bool = False
+    channel: ControlChannel, worker: _WorkerThread, words: str, patience_s: float | None, *, open_after: bool = False
 ) -> None:
     """End the worker and the control channel: in good order within ``patience_s``, or at once if that is None.
 
-    In good order the channel is left open if ``open_after`` says so.
+    At once, the others are told these words. In good order the channel is left open if ``open_after`` says so.
     """
     if patience_s is None:
-        worker.abort("the run was ended")
-        channel.end(LEADER_TELLS)
+        with ThreadPoolExecutor(1) as beside:  # each may wait a second for processes that do not answer
+            beside.submit(worker.abort, "the run was ended")
+            channel.end(words)
         worker.join(LEAVE_S)
     else:
         worker.join(patience_s)
@@ -219,7 +233,7 @@ def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap, watch:
     """
     outgoing: queue.SimpleQueue[Report] = queue.SimpleQueue()
     verdicts: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    lost: list[RoundelayError] = []
+    lost, failures = list[RoundelayError](), list[Report]()
     gone = threading.Event()
     device = _device_of(task, process_group)
     give_back_idle()
@@ -241,7 +255,7 @@ def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap, watch:
             worker.abort("the leader is gone" if lost else _ENDED)
         worker.join(task.settings.deadline_s if good else LEAVE_S)
         if not succeeded:  # the loss of the leader may be the cause
-            gone.wait(NEWS_S)
+            gone.wait(NEWS_S if process_group.launched else TOLD_S)
         channel.end(None if ended and not hasty else _ENDED)
 
     try:
@@ -253,11 +267,13 @@ def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap, watch:
                     except queue.Empty:
                         continue
                     watch(report)
+                    failures += [report] if report.kind == "failed" else []
                     ended, succeeded = _pass_on(report, channel)
             if task.audit and succeeded:
                 code = _verdict(verdicts, lost)
         except KeyboardInterrupt:
-            time.sleep(NEWS_S)
+            if process_group.launched:
+                time.sleep(NEWS_S)
             raise
         finally:
             leave()
@@ -265,6 +281,8 @@ def run_follower(task: Workload, process_group: ProcessGroup, wrap: Wrap, watch:
         leave(hasty=True)  # the interrupt may have cut the first call short
         if not lost:
             raise
-    if lost and lost[0].got != LEADER_TELLS:
-        raise lost[0]
-    return code if succeeded and not lost else 1
+    if lost:
+        return process_group.without_leader(lost[0])
+    if failures and not process_group.launched:
+        raise process_group.attributed(process_group.rank, error_of(failures[0]))
+    return code if succeeded else 1

@@ -6,18 +6,22 @@ number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from roundelay.errors import InternalError, RoundelayError
+from roundelay.deferred_signals import EndedAsAsked
+from roundelay.detect_launcher import LEADER
+from roundelay.errors import InternalError, PeerLostError, RoundelayError, WorkerLostError
 from roundelay.ir.work import Work
+from roundelay.launching.last_words import ENDED, end_told, loss_told, lost_words, one_line
 from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.runtime.device import Device
 from roundelay.transport.endpoint import Endpoint
 from roundelay.transport.grpc_stream import GrpcEndpoint, Member, name_of
 from roundelay.transport.meeting import Meeting
-from roundelay.trust.authority import Credentials
+from roundelay.trust.authority import HOST, Credentials
 
 
 class Texts(Protocol):
@@ -79,6 +83,12 @@ class _GroupMeeting(Meeting):
             raise RuntimeError(str(error)) from error
 
 
+SILENT_MS = 1500
+"""Milliseconds that a ping's answer may take: no launcher watches these machines."""
+
+_WORKER = re.compile(r"worker (\d{1,4})")
+
+
 @final
 class PeerGroup(ProcessGroup):
     """The machines of a run.
@@ -91,7 +101,9 @@ class PeerGroup(ProcessGroup):
     def __init__(self, place: Place, texts: Texts) -> None:
         super().__init__(place.rank, place.size, place.generation)
         self._place, self._texts = place, texts
-        self.trusting = False
+        self.trusting = self.launched = False
+        #: how the host has ended the run before its time, in good order
+        self.farewell = ""
 
     def publish(self, name: str, text: str) -> None:
         """Leave a text for the others; the host does.
@@ -126,6 +138,46 @@ class PeerGroup(ProcessGroup):
         for rank in range(self.size):
             self._texts.get(f"{what} {self.restart} {name_of(rank)}", PLAN_S)
 
+    def called(self, rank: int) -> str:
+        """The name of a machine in messages."""
+        return HOST if rank == LEADER else name_of(rank)
+
+    def loss(self, rank: int, how: str) -> RoundelayError:
+        """The error of a machine that is lost; the host may have told of another one before it ended."""
+        told = loss_told(how) if rank == LEADER else None
+        return PeerLostError.of(self.called(rank), one_line(how)) if told is None else PeerLostError.of(*told)
+
+    def attributed(self, rank: int, error: RoundelayError) -> RoundelayError:
+        """The loss of a machine that has failed, or that another has lost; what fails on the host stays as it is."""
+        other = _WORKER.fullmatch(error.subject) if isinstance(error, WorkerLostError) else None
+        if isinstance(error, PeerLostError) or (rank == LEADER and self.leads and other is None):
+            return error
+        if other is not None and int(other[1]) < self.size:
+            return PeerLostError.of(self.called(int(other[1])), one_line(error.got))
+        return PeerLostError.of(self.called(rank), one_line(f"{error.subject}: {error.got}"))
+
+    def last_words(self, cause: BaseException | None) -> str:
+        """What the host tells the others as it ends."""
+        if isinstance(cause, EndedAsAsked):
+            return ENDED + one_line(str(cause))
+        if isinstance(cause, PeerLostError):
+            return lost_words(cause.subject, cause.got)
+        if isinstance(cause, RoundelayError):
+            return lost_words(HOST, f"{cause.subject}: {cause.got}")
+        return lost_words(HOST, "it was interrupted" if isinstance(cause, KeyboardInterrupt) else "it has failed")
+
+    def without_leader(self, error: RoundelayError) -> int:
+        """0, if the host has ended the run in good order; how is in `farewell`.
+
+        Raises:
+            PeerLostError: it is lost, or has told who is.
+        """
+        farewell = end_told(error.got)
+        if farewell is None:
+            raise error
+        self.farewell = farewell
+        return 0
+
     def data_endpoint(self, work: Work, device: Device) -> Endpoint:
         """Open this machine's endpoint for the messages between workers.
 
@@ -140,5 +192,5 @@ class PeerGroup(ProcessGroup):
     def _open(self, name: str, deadline_s: float, partners: Sequence[int], most_bytes: int) -> Endpoint:
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
-        member = Member(own.credentials, meeting, own.generation, own.host)
+        member = Member(own.credentials, meeting, own.generation, own.host, SILENT_MS)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

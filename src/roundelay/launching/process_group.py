@@ -14,9 +14,16 @@ from functools import partial
 from typing import TypeVar
 
 from roundelay.detect_launcher import LEADER
+from roundelay.errors import RoundelayError
 from roundelay.ir.program import Program
 from roundelay.ir.work import Work
-from roundelay.launching.control_channel import LEADER_TELLS, ControlChannel, OnLost, OnUnreadable
+from roundelay.launching.control_channel import (
+    LEADER_TELLS,
+    ControlChannel,
+    OnLost,
+    OnUnreadable,
+    launched_loss,
+)
 from roundelay.launching.silent_hosts import ending_unacknowledged
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Reporter
@@ -44,6 +51,8 @@ class ProcessGroup(ABC):
         self._channel: ControlChannel | None = None
         #: whether this process does what the leader says with files of its own machine
         self.trusting = True
+        #: whether a launcher has started this process, which ends all by a signal when it has lost one
+        self.launched = True
 
     @property
     def met(self) -> bool:
@@ -111,7 +120,7 @@ class ProcessGroup(ABC):
         with ending_unacknowledged():  # the heartbeats
             news = self._waited(partial(self._endpoint, "news", deadline_s, watched))
         self._met = True
-        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
+        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable, self.loss)
         return self._channel
 
     def conclude(self, code: int | None) -> None:
@@ -124,6 +133,33 @@ class ProcessGroup(ABC):
             self._channel.end(LEADER_TELLS)
         elif self._channel is not None and code is not None:
             self._channel.conclude(code)
+
+    def loss(self, rank: int, how: str) -> RoundelayError:
+        """The error of a process that is lost.
+
+        Args:
+            rank: its number.
+            how: what is known of it, or the words with which it has ended.
+        """
+        return launched_loss(rank, how)
+
+    def attributed(self, rank: int, error: RoundelayError) -> RoundelayError:
+        """An error that a process has reported, as it is told here."""
+        return error
+
+    def last_words(self, cause: BaseException | None) -> str:
+        """What the leader tells the others as it ends."""
+        return LEADER_TELLS
+
+    def without_leader(self, error: RoundelayError) -> int:
+        """The exit code of a process whose leader is gone.
+
+        Raises:
+            RoundelayError: `error`, unless the leader tells of it.
+        """
+        if error.got != LEADER_TELLS:
+            raise error
+        return 1
 
     def where(self) -> str:
         """The name of this process in messages."""

@@ -45,13 +45,13 @@ VALID = timedelta(days=1)
 """How long a run's certificates can open streams; open ones stay."""
 
 SILENT_MS = 3500
-"""Milliseconds that a ping's answer may take: later than the launcher notices that a worker is stopped, and says so."""
+"""Milliseconds that a ping's answer may take: later than the launcher notices that a worker is stopped, and says so.
+
+Without `grpc.http2.ping_timeout_ms` it would be a minute."""
 
 OPTIONS = {
     "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
     "grpc.keepalive_time_ms": 1000,
-    "grpc.keepalive_timeout_ms": SILENT_MS,
-    "grpc.http2.ping_timeout_ms": SILENT_MS,  # else a minute
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.http2.min_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
@@ -79,12 +79,18 @@ class Member:
         meeting: where those that serve write their addresses.
         generation: of the run; what is of another is refused.
         host: the address at which this worker serves, and the others call it.
+        silent_ms: milliseconds that a ping's answer may take.
     """
 
     credentials: Credentials
     meeting: Meeting
     generation: int = 0
     host: str = "127.0.0.1"
+    silent_ms: int = SILENT_MS
+
+    def options(self) -> dict[str, int]:
+        """Options of the member's servers and channels."""
+        return OPTIONS | {"grpc.keepalive_timeout_ms": self.silent_ms, "grpc.http2.ping_timeout_ms": self.silent_ms}
 
 
 @final
@@ -184,7 +190,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
 
     async def _listen(self, grpc: Any) -> None:
         own = self._member.credentials
-        server = grpc.aio.server(options=[*OPTIONS.items()])
+        server = grpc.aio.server(options=[*self._member.options().items()])
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
@@ -228,7 +234,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         own = self._member.credentials
         address = await self._loop.run_in_executor(None, self._member.meeting.get, name_of(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-        options = OPTIONS | {"grpc.ssl_target_name_override": name_of(link.worker)}
+        options = self._member.options() | {"grpc.ssl_target_name_override": name_of(link.worker)}
         channel = grpc.aio.secure_channel(address, proving, options=[*options.items()])
         self._closing.append(channel.close)
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
