@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -18,11 +19,12 @@ from roundelay.cli.plan_from_options import PlanSource, plan_job
 from roundelay.cli.screen import show_json, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
 from roundelay.errors import DeadlineError, UsageError
-from roundelay.launching.peer_group import PeerGroup
+from roundelay.launching.peer_group import Guard, PeerGroup
 from roundelay.membership.roster import Roster, Seat
 from roundelay.observe.run_folder import check_vacant
 from roundelay.peers import members, refusals
 from roundelay.peers.door import Door, Terms
+from roundelay.peers.listener import member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import HOST_NAME
 from roundelay.peers.members import Members
@@ -31,6 +33,7 @@ from roundelay.peers.refusals import RefusalLog
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.job_file import load_job
 from roundelay.session.assignment import ASSIGNMENT, STATE, assignment_of, check_travels, place_of
+from roundelay.transport import grpc_stream
 from roundelay.transport.grpc_stream import name_of
 from roundelay.trust.authority import HOST, new_authority
 from roundelay.trust.invitation import new_run
@@ -83,7 +86,7 @@ def _gathered(prepared: Prepared, options: HostOptions, listen: tuple[str, int],
     session, run = prepared.session, new_run()
     authority = new_authority(f"roundelay-{run}", datetime.now(UTC), VALID)
     own = authority.issue(HOST_NAME, HOST)
-    log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS))
+    log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS, *grpc_stream.REASONS))
     stack.callback(log.close)
     loop = LoopThread("peers")
     stack.callback(loop.close)
@@ -103,7 +106,7 @@ def _gathered(prepared: Prepared, options: HostOptions, listen: tuple[str, int],
         texts.leave(name_of(worker), STATE, state)
     _wait(came, options)
     place = place_of(session.reading, 0, authority.issue(name_of(0)), listen[0], GENERATION)
-    return PeerGroup(place, texts)
+    return PeerGroup(place, texts, Guard(log.refuse, partial(member_front, log.refuse)))
 
 
 def _invite(text: str, worker: int) -> None:

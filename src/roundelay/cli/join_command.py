@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from functools import partial
 
 import psutil
 import torch
@@ -14,12 +15,14 @@ from roundelay.cli.screen import stderr
 from roundelay.errors import UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
-from roundelay.launching.peer_group import PeerGroup
+from roundelay.launching.peer_group import Guard, PeerGroup
 from roundelay.launching.process_group import neighbours
 from roundelay.peers.knock import Joined, knock
+from roundelay.peers.listener import member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import MemberStore
 from roundelay.peers.messages import Versions
+from roundelay.peers.refusals import RefusalLines
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.worker import unchanged
 from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, STATE, place_of, read_assignment, task_of
@@ -61,7 +64,8 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         stderr.print(f"Assigned stage {stages} of {plan.num_stages}; rule {plan.rule}.", markup=False)
         state = store.take(STATE, memory, ASSIGN_S)
         place = place_of(reading, rank, joined.credentials, own, welcome.generation)
-        group = PeerGroup(place, store)
+        refuse = RefusalLines(lambda line: stderr.print(line, markup=False)).refuse
+        group = PeerGroup(place, store, Guard(refuse, partial(member_front, refuse)))
         use, _ = fetched_use(group)
         task = task_of(assignment, reading, state, use)
         _check_reachable(joined, own, max(neighbours(task.works[rank].program), default=0) > rank)

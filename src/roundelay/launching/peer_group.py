@@ -6,16 +6,16 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 from roundelay.errors import InternalError, RoundelayError
 from roundelay.ir.work import Work
 from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.runtime.device import Device
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.grpc_stream import GrpcEndpoint, Member, name_of
+from roundelay.transport.grpc_stream import Front, GrpcEndpoint, Member, name_of
 from roundelay.transport.meeting import Meeting
 from roundelay.trust.authority import Credentials
 
@@ -57,6 +57,19 @@ class Place:
 
 
 @final
+class Guard(NamedTuple):
+    """What keeps strangers from a machine's endpoints.
+
+    Args:
+        refuse: called with whom they refuse, and one of :data:`roundelay.transport.grpc_stream.REASONS`.
+        front: makes what listens before one of them, and refuses those who do not prove who they are.
+    """
+
+    refuse: Callable[[str, str], None]
+    front: Callable[[], Front]
+
+
+@final
 class _GroupMeeting(Meeting):
     """Where the endpoints of one kind meet."""
 
@@ -86,11 +99,12 @@ class PeerGroup(ProcessGroup):
     Args:
         place: of this machine.
         texts: where they leave texts.
+        guard: keeps strangers from this machine's endpoints.
     """
 
-    def __init__(self, place: Place, texts: Texts) -> None:
+    def __init__(self, place: Place, texts: Texts, guard: Guard) -> None:
         super().__init__(place.rank, place.size, place.generation)
-        self._place, self._texts = place, texts
+        self._place, self._texts, self._guard = place, texts, guard
         self.trusting = False
 
     def publish(self, name: str, text: str) -> None:
@@ -140,5 +154,5 @@ class PeerGroup(ProcessGroup):
     def _open(self, name: str, deadline_s: float, partners: Sequence[int], most_bytes: int) -> Endpoint:
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
-        member = Member(own.credentials, meeting, own.generation, own.host)
+        member = Member(own.credentials, meeting, own.generation, own.host, *self._guard)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)
