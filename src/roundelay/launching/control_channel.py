@@ -23,6 +23,7 @@ import torch
 from roundelay.detect_launcher import LEADER
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Kind, Report, Reporter, decode, encode
+from roundelay.runtime.report_data import MOST_BYTES, check_data, check_header
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 
 BEAT_S, SILENT_S = 1.0, 60.0
@@ -55,6 +56,8 @@ class ControlChannel:
         on_report: called with every report, in threads of the channel.
         on_lost: called once for every watched process that is lost.
         on_unreadable: called if this process can no longer receive; it can still send.
+        most_bytes: of a report's tensors, where the watched processes are strangers' and what they report is checked:
+            whoever reports what cannot be is lost. None: they are trusted.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class ControlChannel:
         on_report: Reporter,
         on_lost: OnLost,
         on_unreadable: OnUnreadable,
+        most_bytes: int | None = None,
     ) -> None:
+        self._most_bytes = most_bytes
         self._reports, self._news, self._watched = reports, news, tuple(watched)
         self._on_report, self._on_lost, self._on_unreadable = on_report, on_lost, on_unreadable
         self._silent_s = dict.fromkeys(self._watched, 0.0)  # written by the news thread only
@@ -142,11 +147,14 @@ class ControlChannel:
         while not self._ending.is_set():
             delivery = _next(self._reports, _POLL_S)
             if isinstance(delivery, Arrived):
-                incoming = pending.pop(delivery.source, None) or _Incoming()
-                if (report := incoming.report(delivery.message)) is None:
-                    pending[delivery.source] = incoming
-                else:
-                    self._take_report(delivery.source, report)
+                incoming = pending.pop(delivery.source, None) or _Incoming(delivery.source, self._most_bytes)
+                try:
+                    if (report := incoming.report(delivery.message)) is None:
+                        pending[delivery.source] = incoming
+                    elif delivery.source not in self._broken:
+                        self._take_report(delivery.source, report)
+                except (ValueError, RuntimeError) as error:
+                    self._doubt(delivery.source, error)
             elif isinstance(delivery, Lost):
                 lost = _lost(delivery.source, delivery.reason)
                 if (cause := self._reports.cause(lost)) is not lost:  # this process itself could not receive
@@ -180,13 +188,22 @@ class ControlChannel:
         """Receive the next delivery; return whether there was one."""
         delivery = _next(self._news, wait_s)
         if isinstance(delivery, Arrived):
-            if report := _Incoming().report(delivery.message):  # a failure is one message
-                self._take_report(delivery.source, report)
+            try:
+                if report := _Incoming(delivery.source, self._most_bytes).report(delivery.message):  # a failure is one
+                    self._take_report(delivery.source, report)
+            except (ValueError, RuntimeError) as error:
+                self._doubt(delivery.source, error)
         elif isinstance(delivery, Lost):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Granted):
             self._silent_s[delivery.source] = 0.0
         return delivery is not None
+
+    def _doubt(self, source: int, error: Exception) -> None:
+        """Lose a stranger that reports what cannot be."""
+        if self._most_bytes is None:
+            raise error
+        self._broken.setdefault(source, (time.monotonic() - NEWS_S, f"a report that cannot be true ({error})"))
 
     def _take_report(self, source: int, report: Report) -> None:
         if report.kind in ("finished", "failed"):
@@ -225,9 +242,15 @@ def messages_of(encoded: Encoded) -> Iterator[Message]:
 
 @final
 class _Incoming:
-    """A report whose messages are arriving."""
+    """A report whose messages are arriving.
 
-    def __init__(self) -> None:
+    Args:
+        source: who sends them.
+        most_bytes: as for the channel.
+    """
+
+    def __init__(self, source: int, most_bytes: int | None) -> None:
+        self._source, self._most_bytes = source, most_bytes
         self._header: Header | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -241,9 +264,23 @@ class _Incoming:
         if len(values) != len(message.values) or not values:
             raise ValueError("a message of a report that does not consist of bytes")
         if self._header is None:
-            self._header = decode(values.pop(0).numpy().data)
+            self._header = self._decoded(values.pop(0).numpy().data)
         self._buffers += values
-        return self._header.report(self._buffers) if len(self._buffers) >= len(self._header.tensors) else None
+        if len(self._buffers) < len(self._header.tensors):
+            return None
+        report = self._header.report(self._buffers)
+        if self._most_bytes is not None:
+            check_data(report)
+        return report
+
+    def _decoded(self, data: memoryview) -> Header:
+        if self._most_bytes is None:
+            return decode(data)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{len(data):,} bytes of numbers")
+        header = decode(data)
+        check_header(header, self._source, self._most_bytes)
+        return header
 
 
 def _unreadable(worker: int, error: Exception) -> InternalError:

@@ -34,6 +34,10 @@ LEAVE_S = 2.0
 VERDICT_S = 6 * 3600.0
 """Seconds that the leader may take to compare an audited run, while its heartbeats come."""
 
+MOST_WAITING = 256
+"""Most reports of other processes that wait for the leader."""
+
+_PAUSE_S = 0.005
 _ENDED = "it was ended"
 
 
@@ -110,9 +114,14 @@ def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: Proc
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
-    channel = process_group.control_channel(
-        task.settings.deadline_s, reports.put, failed, partial(failed, process_group.rank)
-    )
+    over = threading.Event()
+
+    def take(report: Report) -> None:
+        while reports.qsize() > MOST_WAITING and not over.wait(_PAUSE_S):  # who floods is not read from
+            pass
+        reports.put(report)
+
+    channel = process_group.control_channel(task.settings.deadline_s, take, failed, partial(failed, process_group.rank))
     worker = _WorkerThread(task, process_group, wrap, reports.put, device)
     causes: list[Report] = []
     try:
@@ -123,6 +132,7 @@ def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: Proc
             _drain(reports, tracker)
             raise
         finally:
+            over.set()
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
             succeeded = not tracker.failures and len(tracker.ended) == len(task.works)
             _leave(channel, worker, task.settings.deadline_s if succeeded else None, open_after=task.audit)

@@ -105,7 +105,7 @@ class PeerGroup(ProcessGroup):
     def __init__(self, place: Place, texts: Texts, guard: Guard) -> None:
         super().__init__(place.rank, place.size, place.generation)
         self._place, self._texts, self._guard = place, texts, guard
-        self.trusting = False
+        self.trusting, self._most_report_bytes = False, place.report_bytes
 
     def publish(self, name: str, text: str) -> None:
         """Leave a text for the others; the host does.

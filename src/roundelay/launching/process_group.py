@@ -44,6 +44,7 @@ class ProcessGroup(ABC):
         self._channel: ControlChannel | None = None
         #: whether this process does what the leader says with files of its own machine
         self.trusting = True
+        self._most_report_bytes: int | None = None
 
     @property
     def met(self) -> bool:
@@ -111,7 +112,9 @@ class ProcessGroup(ABC):
         with ending_unacknowledged():  # the heartbeats
             news = self._waited(partial(self._endpoint, "news", deadline_s, watched))
         self._met = True
-        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable)
+        self._channel = ControlChannel(
+            reports, news, watched, on_report, on_lost, on_unreadable, self._most_report_bytes
+        )
         return self._channel
 
     def conclude(self, code: int | None) -> None:

@@ -62,6 +62,10 @@ OPTIONS = {
     "grpc.so_reuseport": 0,
     "grpc.enable_http_proxy": 0,
 }
+MOST_WAITING, MOST_UNREAD = 4096, 4
+"""Messages, and greatest messages by their bytes, that may wait for the worker before no more are read."""
+
+PAUSE_S = 0.002
 ROLE, GARBLED = "wrong role", "no message"
 REASONS = (*envelopes.REASONS, ROLE, GARBLED)
 """Why whoever connects, or what a worker sends, was refused."""
@@ -147,7 +151,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     ) -> None:
         super().__init__(worker, others, deadline_s)
         self._member, self._most_pieces = member, -(-(most_bytes + wire.HEAD_BYTES) // PIECE_BYTES)
-        self.refused = Counter()
+        self.refused, self._unread = Counter(), 0  # bytes that have come since the worker had taken everything
         self._front = member.front() if member.front is not None else None
         self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
@@ -295,6 +299,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader fails, and reports it
         try:
             while not (link.ended and link.acknowledged):
+                while self._is_flooded():
+                    await asyncio.sleep(PAUSE_S)
                 self._accept(link, await stream.read())
             self._queue(link, None)
             await writer
@@ -320,6 +326,12 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
                 call.cancel()
         return None
 
+    def _is_flooded(self) -> bool:
+        """Whether to read on only when the worker has taken what has come."""
+        if self._inbox.empty():
+            self._unread = 0
+        return self._unread > MOST_UNREAD * self._most_pieces * PIECE_BYTES or self._inbox.qsize() > MOST_WAITING
+
     def _accept(self, link: _Link, piece: Any) -> None:
         """Check a piece; handle the message that it completes."""
         if not isinstance(piece, bytes):
@@ -336,6 +348,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             if len(received) < wire.HEAD_BYTES:
                 raise unreadable(envelopes.TRUNCATED)
             frame = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
+            if frame.kind in (wire.MESSAGE, wire.MESSAGE_APART):
+                self._unread += len(received)
             self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
 
     def _acknowledge(self, link: _Link) -> None:
