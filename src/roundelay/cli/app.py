@@ -195,7 +195,8 @@ def host(job_file: o.JobFile, choices: Choices, options: HostOptions, as_json: o
     """Train with machines that join: print an invitation for each other one, and begin when all are here.
 
     Machines that join get a part of the model as data, and run nothing of the job's Python. Stage 0, here, sees the
-    data; each machine sees, and may keep, the weights of its own stage and what it gets from the stages beside it.
+    data, and the last stage what the loss reads of them; each machine sees, and may keep, the weights of its own stage
+    and what it gets from the others.
     """
     check_lengths(options.steps, options.epochs)
     o.refuse_launcher("host")
@@ -214,7 +215,7 @@ def join(
         typer.Option(help="Bytes that this machine's part may need. [default: 0.8 of what is free]", min=1),
     ] = None,
 ) -> int:
-    """Put this machine to work in a run that another hosts. Nothing of its Python, and none of its data, comes here."""
+    """Put this machine to work in a run that another hosts. Nothing of that one's Python comes here."""
     o.refuse_launcher("join")
     SIGNALS.join()
     return int(load("cli.join_command").join_command(invitation, listen, memory_limit))

@@ -11,6 +11,7 @@ import torch
 
 from roundelay import __version__
 from roundelay.cli.host_options import LOOPBACK, address_of
+from roundelay.cli.memory_bound import bounded_memory
 from roundelay.cli.screen import stderr
 from roundelay.errors import UsageError
 from roundelay.ir.num_bytes import bytes_text
@@ -52,7 +53,7 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
     joined = knock(Invitation.parse(invitation), KNOCK_S, Versions(__version__, torch.__version__))
     welcome = joined.welcome
     stderr.print(f"Joined run {welcome.run} as {welcome.name}, with up to {bytes_text(memory)}.", markup=False)
-    with ExitStack() as stack:
+    with bounded_memory(memory), ExitStack() as stack:
         loop = LoopThread("peers")
         stack.callback(loop.close)
         store = _store(joined, loop)
