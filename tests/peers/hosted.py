@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -101,11 +101,13 @@ class Hosted:
         """What a machine has written on stderr."""
         return (self.folder / f"{name}.err").read_text()
 
-    def join(self, invitation: str, name: str, code: str = "", *options: str) -> subprocess.Popen[bytes]:
-        """Type it in an empty folder; `code` runs before."""
+    def join(
+        self, invitation: str, name: str, code: str = "", *options: str, under: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Type it in an empty folder, under another program if need be; `code` runs before."""
         (self.folder / name).mkdir()
         source = f"{code}\nfrom roundelay.cli import main\nmain()\n"
-        command = [sys.executable, "-c", source, "join", invitation, *options]
+        command = [*under, sys.executable, "-c", source, "join", invitation, *options]
         with (self.folder / f"{name}.err").open("wb") as err:
             return popen(command, self.folder / name, err)
 
