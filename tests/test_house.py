@@ -31,6 +31,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 # Collectives that pickle on one side and unpickle on the other.
 OBJECT_COLLECTIVE = re.compile(r"(all_gather|gather)_object|(broadcast|scatter|send|recv)_object_list")
+EVALUATORS = {"eval", "exec", "compile", "__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 # What lies beside the package in the repository, and what works there alone.
 OUTSIDE = re.compile(r"\b(examples|benchmarks|docs|tests|requirements)/|\.venv\b|`make |\bREADME|\bCHANGELOG")
@@ -64,6 +65,13 @@ def unpickling(tree: ast.Module) -> Iterator[ast.AST]:
             or any(name in {"torch.load", "torch.serialization.load"} for name in names)
             or any(OBJECT_COLLECTIVE.fullmatch(name.rpartition(".")[2]) for name in names)
         ):
+            yield node
+
+
+def evaluating(tree: ast.Module) -> Iterator[ast.AST]:
+    """Calls that make code of a text or of bytes, and imports by a name that is computed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and named(node.func) in EVALUATORS:
             yield node
 
 
@@ -147,6 +155,19 @@ RULES = {
             "from torch.distributed import all_gather_object",
         ),
         good=("from safetensors.torch import load", "json.load(f)", "dist.broadcast(x, 0)", "'pickle'"),
+    ),
+    "no text becomes code, and only names of the house's own are imported by name": Rule(
+        evaluating,
+        except_in=(
+            "__init__.py",
+            "api/__init__.py",
+            "cli/__init__.py",
+            "cli/loading.py",
+            "doctor/",
+            "optional_packages.py",
+        ),
+        bad=("eval(text)", "exec(data, {})", "compile(text, 'x', 'exec')", "importlib.import_module(name)"),
+        good=("re.compile('x')", "torch.compile(model)", "model.eval()", "self.exec()"),
     ),
     "the environment is read in env.py only": Rule(
         environment,

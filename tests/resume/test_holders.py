@@ -225,7 +225,7 @@ def test_the_python_api_gathers_weights_after_epochs_and_everything_at_the_end(
 class Party:
     """A store, and what is asked of a group of processes for it."""
 
-    restart = 0
+    restart, trusting = 0, True
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}

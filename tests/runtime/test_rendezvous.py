@@ -28,7 +28,9 @@ from roundelay.transport.memory import memory_endpoints
 class _Member:
     """Worker 1 of two, whose connections are queues."""
 
-    rank = 1
+    rank, launched = 1, True
+    loss, attributed = ProcessGroup.loss, ProcessGroup.attributed
+    last_words, without_leader = ProcessGroup.last_words, ProcessGroup.without_leader
 
     def __init__(self) -> None:
         self.reports, self.news, self.frames = (memory_endpoints(2) for _ in range(3))

@@ -369,3 +369,35 @@ def test_a_missing_package_is_told_before_anything_is_forked(missing: str, monke
         with pytest.raises(UsageError, match=r"pip install roundelay\[join\]") as caught:
             refused()
         assert caught.value.got == f"no module {missing}"
+
+
+def test_who_floods_a_busy_worker_is_not_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 messages of 1 MiB, or of 300 empty ones, only some are taken into memory while the worker is busy."""
+    monkeypatch.setattr(stream, "MOST_WAITING", 100)
+
+    def busy(endpoint: GrpcEndpoint) -> list[int]:
+        waiting = []
+        for due in (60, 300):
+            time.sleep(1.0)
+            waiting.append(endpoint._inbox.qsize())
+            assert all(isinstance(endpoint.receive(WAIT_S), Arrived) for _ in range(due))
+            endpoint.send(1, Message(0, (), ()))
+        endpoint.close()
+        return waiting
+
+    def flood(endpoint: GrpcEndpoint) -> None:
+        for due, size in ((60, 2**18), (300, 0)):
+            for _ in range(due):
+                endpoint.send(0, Message(0, (), (torch.zeros(size),)))
+            endpoint.receive(WAIT_S)
+        endpoint.close()
+
+    own = member(0, tmp_path)
+    bodies = [
+        lambda: {"result": busy(GrpcEndpoint(0, range(2), own, WAIT_S, 2**21))},
+        lambda: {"result": flood(open_one(1, 2, tmp_path))},
+    ]
+    (told, _) = fork_all(bodies)
+    bytes_waiting, waiting = told["result"]
+    assert 8 <= bytes_waiting <= 16
+    assert 100 <= waiting <= 102

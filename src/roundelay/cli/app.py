@@ -198,7 +198,8 @@ def host(
     """Train with machines that join: print an invitation for each other one, and begin when all are here.
 
     Machines that join get a part of the model as data, and run nothing of the job's Python. Stage 0, here, sees the
-    data; each machine sees, and may keep, the weights of its own stage and what it gets from the stages beside it.
+    data, and the last stage what the loss reads of them; each machine sees, and may keep, the weights of its own stage
+    and what it gets from the others.
     """
     check_lengths(options.steps, options.epochs)
     o.refuse_launcher("host")
@@ -219,7 +220,7 @@ def join(
     ] = None,
     arithmetic: Arithmetic = None,
 ) -> int:
-    """Put this machine to work in a run that another hosts. Nothing of its Python, and none of its data, comes here."""
+    """Put this machine to work in a run that another hosts. Nothing of that one's Python comes here."""
     o.refuse_launcher("join")
     choose_arithmetic(arithmetic)
     SIGNALS.join()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import final
@@ -26,12 +27,13 @@ from roundelay.errors import DeadlineError, PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import StagePlan
 from roundelay.launching.last_words import one_line
-from roundelay.launching.peer_group import PeerGroup
+from roundelay.launching.peer_group import Guard, PeerGroup
 from roundelay.launching.stop_watchdog import start_watchdog
 from roundelay.membership.roster import Roster, Seat
 from roundelay.observe.run_folder import check_vacant
 from roundelay.peers import members, refusals
 from roundelay.peers.door import Door, Terms
+from roundelay.peers.listener import member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import HOST_NAME
 from roundelay.peers.members import Members
@@ -59,6 +61,7 @@ from roundelay.session.offer import (
     threads_each,
 )
 from roundelay.session.stop_condition import Length
+from roundelay.transport import grpc_stream
 from roundelay.transport.grpc_stream import name_of
 from roundelay.trust.authority import HOST, Authority, new_authority
 from roundelay.trust.invitation import new_run
@@ -145,11 +148,13 @@ class _Waiting:
         authority: of the run.
         texts: the members' service.
         came: the seats that are given.
+        refuse: called with a peer and why it was refused.
     """
 
     authority: Authority
     texts: Members
     came: SimpleQueue[Seat]
+    refuse: Callable[[str, str], None]
 
 
 def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
@@ -164,7 +169,7 @@ def _open(prepared: Prepared, options: HostOptions, listen: tuple[str, int], sta
     run = new_run()
     authority = new_authority(f"roundelay-{run}", datetime.now(UTC), VALID)
     own = authority.issue(HOST_NAME, HOST)
-    log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS))
+    log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS, *grpc_stream.REASONS))
     stack.callback(log.close)
     loop = LoopThread("peers")
     stack.callback(loop.close)
@@ -178,7 +183,7 @@ def _open(prepared: Prepared, options: HostOptions, listen: tuple[str, int], sta
     for worker in range(1, options.peers):
         texts.leave(name_of(worker), PROBE, bytes(PROBE_BYTES))
         _invite(door.invite(name_of(worker), expiry).text(), worker)
-    return _Waiting(authority, texts, came)
+    return _Waiting(authority, texts, came, log.refuse)
 
 
 def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
@@ -248,7 +253,7 @@ def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> P
                 remedy="Host the run again without it, or with another part for it.",
             )
     place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), host, GENERATION)
-    return PeerGroup(place, waiting.texts)
+    return PeerGroup(place, waiting.texts, Guard(waiting.refuse, partial(member_front, waiting.refuse)))
 
 
 def _invite(text: str, worker: int) -> None:

@@ -14,17 +14,20 @@ import torch
 
 from roundelay import __version__
 from roundelay.cli.host_options import LOOPBACK, address_of
+from roundelay.cli.memory_bound import bounded_memory
 from roundelay.cli.screen import stderr
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
-from roundelay.launching.peer_group import PeerGroup
+from roundelay.launching.peer_group import Guard, PeerGroup
 from roundelay.launching.process_group import neighbours
 from roundelay.launching.stop_watchdog import start_watchdog
 from roundelay.peers.knock import Joined, knock
+from roundelay.peers.listener import member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import MemberStore
 from roundelay.peers.messages import Versions
+from roundelay.peers.refusals import RefusalLines
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.worker import unchanged
@@ -63,7 +66,7 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
     joined = knock(Invitation.parse(invitation), KNOCK_S, Versions(__version__, torch.__version__))
     welcome = joined.welcome
     stderr.print(f"Joined run {welcome.run} as {welcome.name}, with up to {bytes_text(memory)}.", markup=False)
-    with ExitStack() as stack:
+    with bounded_memory(memory), ExitStack() as stack:
         loop = LoopThread("peers")
         stack.callback(loop.close)
         store = _store(joined, loop)
@@ -80,7 +83,9 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         _check_reachable(joined, own, max(neighbours(task.works[rank].program), default=0) > rank)
         refusing.pop_all()
         store.put(f"{READY} {welcome.name}", "")
-        group = PeerGroup(place_of(reading, rank, joined.credentials, own, welcome.generation), store)
+        place = place_of(reading, rank, joined.credentials, own, welcome.generation)
+        refuse = RefusalLines(lambda line: stderr.print(line, markup=False)).refuse
+        group = PeerGroup(place, store, Guard(refuse, partial(member_front, refuse)))
         use, _ = fetched_use(group)
         task = replace(task, states=use)
         with deterministic(plan.deterministic, threads=plan.threads):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from roundelay.detect_launcher import LEADER
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Kind, Report, Reporter, decode, encode
+from roundelay.runtime.report_data import MOST_BYTES, check_data, check_header
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 
 BEAT_S, SILENT_S = 1.0, 60.0
@@ -46,6 +48,34 @@ _POLL_S = 0.1
 _CHANNEL = 0
 
 
+def launched_loss(worker: int, how: str) -> RoundelayError:
+    """The error of a launcher's process that is lost."""
+    return WorkerLostError(
+        f"worker {worker} of the launcher's",
+        got=how,
+        expected="a process that answers until the run ends",
+        remedy="Check that process's output and its host; continue with `--from` the last checkpoint.",
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What is thought of the other processes.
+
+    Args:
+        loss: the error of one that is lost.
+        most_bytes: of a report's tensors, where they are strangers' and what they report is checked: whoever reports
+            what cannot be is lost. None: they are trusted.
+    """
+
+    loss: Loss = launched_loss
+    most_bytes: int | None = None
+
+
+_LAUNCHED = Others()
+
+
 @final
 class ControlChannel:
     """This process's end of the channel. The leader watches all other processes, and these watch the leader.
@@ -57,7 +87,7 @@ class ControlChannel:
         on_report: called with every report, in threads of the channel.
         on_lost: called once for every watched process that is lost.
         on_unreadable: called if this process can no longer receive; it can still send.
-        loss: the error of a process that is lost.
+        others: what is thought of them; by default they are a launcher's.
     """
 
     def __init__(
@@ -68,11 +98,12 @@ class ControlChannel:
         on_report: Reporter,
         on_lost: OnLost,
         on_unreadable: OnUnreadable,
-        loss: Loss,
+        others: Others = _LAUNCHED,
     ) -> None:
+        self._most_bytes = others.most_bytes
         self._reports, self._news, self._watched = reports, news, tuple(watched)
         self._on_report, self._on_lost, self._on_unreadable = on_report, on_lost, on_unreadable
-        self._loss = loss
+        self._loss = others.loss
         self._silent_s = dict.fromkeys(self._watched, 0.0)  # written by the news thread only
 
         self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # sent by the news thread
@@ -147,11 +178,14 @@ class ControlChannel:
         while not self._ending.is_set():
             delivery = _next(self._reports, _POLL_S)
             if isinstance(delivery, Arrived):
-                incoming = pending.pop(delivery.source, None) or _Incoming()
-                if (report := incoming.report(delivery.message)) is None:
-                    pending[delivery.source] = incoming
-                else:
-                    self._take_report(delivery.source, report)
+                incoming = pending.pop(delivery.source, None) or _Incoming(delivery.source, self._most_bytes)
+                try:
+                    if (report := incoming.report(delivery.message)) is None:
+                        pending[delivery.source] = incoming
+                    elif delivery.source not in self._broken:
+                        self._take_report(delivery.source, report)
+                except (ValueError, RuntimeError) as error:
+                    self._doubt(delivery.source, error)
             elif isinstance(delivery, Lost):
                 lost = self._loss(delivery.source, delivery.reason)
                 if (cause := self._reports.cause(lost)) is not lost:  # this process itself could not receive
@@ -185,13 +219,22 @@ class ControlChannel:
         """Receive the next delivery; return whether there was one."""
         delivery = _next(self._news, wait_s)
         if isinstance(delivery, Arrived):
-            if report := _Incoming().report(delivery.message):  # a failure is one message
-                self._take_report(delivery.source, report)
+            try:
+                if report := _Incoming(delivery.source, self._most_bytes).report(delivery.message):  # a failure is one
+                    self._take_report(delivery.source, report)
+            except (ValueError, RuntimeError) as error:
+                self._doubt(delivery.source, error)
         elif isinstance(delivery, Lost):
             self._lose(delivery.source, delivery.reason)
         elif isinstance(delivery, Granted):
             self._silent_s[delivery.source] = 0.0
         return delivery is not None
+
+    def _doubt(self, source: int, error: Exception) -> None:
+        """Lose a stranger that reports what cannot be."""
+        if self._most_bytes is None:
+            raise error
+        self._broken.setdefault(source, (time.monotonic() - NEWS_S, f"a report that cannot be true ({error})"))
 
     def _take_report(self, source: int, report: Report) -> None:
         if report.kind in ("finished", "failed"):
@@ -230,9 +273,15 @@ def messages_of(encoded: Encoded) -> Iterator[Message]:
 
 @final
 class _Incoming:
-    """A report whose messages are arriving."""
+    """A report whose messages are arriving.
 
-    def __init__(self) -> None:
+    Args:
+        source: who sends them.
+        most_bytes: as for the channel.
+    """
+
+    def __init__(self, source: int, most_bytes: int | None) -> None:
+        self._source, self._most_bytes = source, most_bytes
         self._header: Header | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -246,9 +295,23 @@ class _Incoming:
         if len(values) != len(message.values) or not values:
             raise ValueError("a message of a report that does not consist of bytes")
         if self._header is None:
-            self._header = decode(values.pop(0).numpy().data)
+            self._header = self._decoded(values.pop(0).numpy().data)
         self._buffers += values
-        return self._header.report(self._buffers) if len(self._buffers) >= len(self._header.tensors) else None
+        if len(self._buffers) < len(self._header.tensors):
+            return None
+        report = self._header.report(self._buffers)
+        if self._most_bytes is not None:
+            check_data(report)
+        return report
+
+    def _decoded(self, data: memoryview) -> Header:
+        if self._most_bytes is None:
+            return decode(data)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{len(data):,} bytes of numbers")
+        header = decode(data)
+        check_header(header, self._source, self._most_bytes)
+        return header
 
 
 def _unreadable(worker: int, error: Exception) -> InternalError:
@@ -257,14 +320,4 @@ def _unreadable(worker: int, error: Exception) -> InternalError:
         got=f"{type(error).__name__}: {error}",
         expected="messages that it can read",
         remedy="If memory ran out, the leader holds the newest state of all stages; else report this as a bug.",
-    )
-
-
-def launched_loss(worker: int, how: str) -> RoundelayError:
-    """The error of a launcher's process that is lost."""
-    return WorkerLostError(
-        f"worker {worker} of the launcher's",
-        got=how,
-        expected="a process that answers until the run ends",
-        remedy="Check that process's output and its host; continue with `--from` the last checkpoint.",
     )

@@ -39,6 +39,10 @@ TOLD_S = 5.0
 VERDICT_S = 6 * 3600.0
 """Seconds that the leader may take to compare an audited run, while its heartbeats come."""
 
+MOST_WAITING = 256
+"""Most reports of other processes that wait for the leader."""
+
+_PAUSE_S = 0.005
 _ENDED = "it was ended"
 
 
@@ -115,9 +119,14 @@ def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: Proc
     def failed(rank: int, error: RoundelayError) -> None:
         reports.put(failure(rank, error))
 
-    channel = process_group.control_channel(
-        task.settings.deadline_s, reports.put, failed, partial(failed, process_group.rank)
-    )
+    over = threading.Event()
+
+    def take(report: Report) -> None:
+        while reports.qsize() > MOST_WAITING and not over.wait(_PAUSE_S):  # who floods is not read from
+            pass
+        reports.put(report)
+
+    channel = process_group.control_channel(task.settings.deadline_s, take, failed, partial(failed, process_group.rank))
     worker = _WorkerThread(task, process_group, wrap, reports.put, device)
     causes, words = list[Report](), process_group.last_words(None)
     try:
@@ -129,6 +138,7 @@ def run_leader(task: Workload, listen: Listener, wrap: Wrap, process_group: Proc
             _drain(reports, tracker)
             raise
         finally:
+            over.set()
             causes = [f for f in tracker.failures if f.data["got"] != _ENDED]
             succeeded = not tracker.failures and len(tracker.ended) == len(task.works)
             words = process_group.last_words(sys.exception() or _cause(tracker, process_group))

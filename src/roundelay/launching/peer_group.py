@@ -7,9 +7,9 @@ number.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 from roundelay.deferred_signals import EndedAsAsked
 from roundelay.detect_launcher import LEADER
@@ -19,7 +19,7 @@ from roundelay.launching.last_words import ENDED, end_told, loss_told, lost_word
 from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.runtime.device import Device
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.grpc_stream import GrpcEndpoint, Member, name_of
+from roundelay.transport.grpc_stream import Front, GrpcEndpoint, Member, name_of
 from roundelay.transport.meeting import Meeting
 from roundelay.trust.authority import HOST, Credentials
 
@@ -61,6 +61,19 @@ class Place:
 
 
 @final
+class Guard(NamedTuple):
+    """What keeps strangers from a machine's endpoints.
+
+    Args:
+        refuse: called with whom they refuse, and one of :data:`roundelay.transport.grpc_stream.REASONS`.
+        front: makes what listens before one of them, and refuses those who do not prove who they are.
+    """
+
+    refuse: Callable[[str, str], None]
+    front: Callable[[], Front]
+
+
+@final
 class _GroupMeeting(Meeting):
     """Where the endpoints of one kind meet."""
 
@@ -96,12 +109,13 @@ class PeerGroup(ProcessGroup):
     Args:
         place: of this machine.
         texts: where they leave texts.
+        guard: keeps strangers from this machine's endpoints.
     """
 
-    def __init__(self, place: Place, texts: Texts) -> None:
+    def __init__(self, place: Place, texts: Texts, guard: Guard) -> None:
         super().__init__(place.rank, place.size, place.generation)
-        self._place, self._texts = place, texts
-        self.trusting = self.launched = False
+        self._place, self._texts, self._guard = place, texts, guard
+        self.trusting, self.launched, self._most_report_bytes = False, False, place.report_bytes
         #: how the host has ended the run before its time, in good order
         self.farewell = ""
 
@@ -138,23 +152,23 @@ class PeerGroup(ProcessGroup):
         for rank in range(self.size):
             self._texts.get(f"{what} {self.restart} {name_of(rank)}", PLAN_S)
 
-    def called(self, rank: int) -> str:
+    def called(self, number: int) -> str:
         """The name of a machine in messages."""
-        return HOST if rank == LEADER else name_of(rank)
+        return HOST if number == LEADER else name_of(number)
 
-    def loss(self, rank: int, how: str) -> RoundelayError:
+    def loss(self, number: int, how: str) -> RoundelayError:
         """The error of a machine that is lost; the host may have told of another one before it ended."""
-        told = loss_told(how) if rank == LEADER else None
-        return PeerLostError.of(self.called(rank), one_line(how)) if told is None else PeerLostError.of(*told)
+        told = loss_told(how) if number == LEADER else None
+        return PeerLostError.of(self.called(number), one_line(how)) if told is None else PeerLostError.of(*told)
 
-    def attributed(self, rank: int, error: RoundelayError) -> RoundelayError:
+    def attributed(self, number: int, error: RoundelayError) -> RoundelayError:
         """The loss of a machine that has failed, or that another has lost; what fails on the host stays as it is."""
         other = _WORKER.fullmatch(error.subject) if isinstance(error, WorkerLostError) else None
-        if isinstance(error, PeerLostError) or (rank == LEADER and self.leads and other is None):
+        if isinstance(error, PeerLostError) or (number == LEADER and self.leads and other is None):
             return error
         if other is not None and int(other[1]) < self.size:
             return PeerLostError.of(self.called(int(other[1])), one_line(error.got))
-        return PeerLostError.of(self.called(rank), one_line(f"{error.subject}: {error.got}"))
+        return PeerLostError.of(self.called(number), one_line(f"{error.subject}: {error.got}"))
 
     def last_words(self, cause: BaseException | None) -> str:
         """What the host tells the others as it ends."""
@@ -192,5 +206,5 @@ class PeerGroup(ProcessGroup):
     def _open(self, name: str, deadline_s: float, partners: Sequence[int], most_bytes: int) -> Endpoint:
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
-        member = Member(own.credentials, meeting, own.generation, own.host, SILENT_MS)
+        member = Member(own.credentials, meeting, own.generation, own.host, SILENT_MS, *self._guard)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

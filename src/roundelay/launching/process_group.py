@@ -22,6 +22,7 @@ from roundelay.launching.control_channel import (
     ControlChannel,
     OnLost,
     OnUnreadable,
+    Others,
     launched_loss,
 )
 from roundelay.launching.silent_hosts import ending_unacknowledged
@@ -53,6 +54,7 @@ class ProcessGroup(ABC):
         self.trusting = True
         #: whether a launcher has started this process, which ends all by a signal when it has lost one
         self.launched = True
+        self._most_report_bytes: int | None = None
 
     @property
     def met(self) -> bool:
@@ -120,7 +122,9 @@ class ProcessGroup(ABC):
         with ending_unacknowledged():  # the heartbeats
             news = self._waited(partial(self._endpoint, "news", deadline_s, watched))
         self._met = True
-        self._channel = ControlChannel(reports, news, watched, on_report, on_lost, on_unreadable, self.loss)
+        self._channel = ControlChannel(
+            reports, news, watched, on_report, on_lost, on_unreadable, Others(self.loss, self._most_report_bytes)
+        )
         return self._channel
 
     def conclude(self, code: int | None) -> None:
@@ -134,16 +138,16 @@ class ProcessGroup(ABC):
         elif self._channel is not None and code is not None:
             self._channel.conclude(code)
 
-    def loss(self, rank: int, how: str) -> RoundelayError:
+    def loss(self, number: int, how: str) -> RoundelayError:
         """The error of a process that is lost.
 
         Args:
-            rank: its number.
+            number: its rank.
             how: what is known of it, or the words with which it has ended.
         """
-        return launched_loss(rank, how)
+        return launched_loss(number, how)
 
-    def attributed(self, rank: int, error: RoundelayError) -> RoundelayError:
+    def attributed(self, number: int, error: RoundelayError) -> RoundelayError:
         """An error that a process has reported, as it is told here."""
         return error
 

@@ -2,6 +2,7 @@
 
 It bounds the number of connections, in all and of one network, how long one may last and how much may come over it, and
 reports each connection that the server cuts before it has answered or refused a call. Bytes pass unread: it has no key.
+Who has proved to the server who it is may stay: nothing of this bounds it any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ FORGET_S = 2.0
 """Seconds that a connection that has ended is remembered: the server may still be about to read from it."""
 
 _HANDSHAKE = 0x16  # first byte of a record of TLS that carries a handshake
-_CHUNK_BYTES = 4096
+_CHUNK_BYTES, _STAYING_BYTES = 4096, 2**18
+"""Most bytes that are read at one time, from strangers and from who stays."""
 
 
 @final
@@ -43,6 +45,8 @@ class Visit:
         settled: whether a call was answered or refused.
         greeted: whether the server has taken up TLS.
         refused: why the connection was cut by the listener; empty if it was not.
+        stays: whether it may last.
+        until: ends it where it may not.
     """
 
     address: str
@@ -50,6 +54,8 @@ class Visit:
     settled: bool = False
     greeted: bool = False
     refused: str = ""
+    stays: bool = False
+    until: asyncio.Timeout | None = None
 
     @property
     def peer(self) -> str:
@@ -60,15 +66,17 @@ class Visit:
 @final
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one connection.
+    """Of one connection, unless it stays.
 
     Args:
         seconds: that it may last.
         sent: bytes that may come over it.
+        silent: why it is refused where the server cuts it after TLS.
     """
 
     seconds: float
     sent: int
+    silent: str = refusals.SILENT
 
 
 @final
@@ -95,7 +103,7 @@ class Listener:
             UsageError: it cannot listen there.
         """
         self._target = target
-        self._server = await asyncio.start_server(self._accept, sock=_bound(listen))
+        self._server = await asyncio.start_server(self._accept, sock=_bound(listen), limit=_STAYING_BYTES)
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
@@ -113,6 +121,22 @@ class Listener:
         number = int(port) if port.isdecimal() else 0
         return self._visits.get(number) or Visit(LOOPBACK, number)  # else it has come past the listener
 
+    def settle(self, peer: str) -> str:
+        """Return the address of who the server knows as `peer`, and has answered or refused."""
+        visit = self.visit_of(peer)
+        visit.settled = True
+        return visit.peer
+
+    def stay(self, peer: str) -> None:
+        """Let the connection last that the server knows as `peer`: it has proved whose it is."""
+        visit = self.visit_of(peer)
+        visit.settled = True
+        if not visit.stays:
+            visit.stays = True
+            if visit.until is not None:
+                visit.until.reschedule(None)
+                self._networks -= Counter({network_of(visit.address): 1})
+
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address, port = (writer.get_extra_info("peername") or ("unknown", 0))[:2]
         visit, network = Visit(address, port), network_of(address)
@@ -123,16 +147,17 @@ class Listener:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = asyncio.get_running_loop().create_task(self._attend(visit, reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(lambda _: self._leave(task, network, writer))
+        task.add_done_callback(lambda _: self._leave(task, visit, writer))
 
-    def _leave(self, task: asyncio.Task[None], network: str, writer: asyncio.StreamWriter) -> None:
+    def _leave(self, task: asyncio.Task[None], visit: Visit, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
-        self._networks -= Counter({network: 1})
+        if not visit.stays:
+            self._networks -= Counter({network_of(visit.address): 1})
         self._tasks.discard(task)
 
     async def _attend(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self._limits.seconds) as visit.until:
                 await self._pass_on(visit, reader, writer)
         except TimeoutError:
             visit.refused = visit.refused or refusals.SLOW
@@ -165,8 +190,8 @@ class Listener:
 
     async def _send(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: int) -> None:
         """Pass on what comes, until it ends or is too much."""
-        while sent <= self._limits.sent:
-            chunk = await reader.read(_CHUNK_BYTES)
+        while sent <= self._limits.sent or visit.stays:
+            chunk = await reader.read(_STAYING_BYTES if visit.stays else _CHUNK_BYTES)
             if not chunk:
                 return
             sent += len(chunk)
@@ -177,20 +202,20 @@ class Listener:
 
     async def _receive(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass back what the server answers, until it ends."""
-        while chunk := await _next(reader):
+        while chunk := await _next(reader, _STAYING_BYTES if visit.stays else _CHUNK_BYTES):
             visit.greeted = visit.greeted or chunk[0] == _HANDSHAKE
             writer.write(chunk)
             await writer.drain()
-        visit.refused = refusals.SILENT if visit.greeted else refusals.BROKEN
+        visit.refused = self._limits.silent if visit.greeted else refusals.BROKEN
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
 
-async def _next(reader: asyncio.StreamReader) -> bytes:
+async def _next(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
     """What the server sends next; nothing if it has ended or reset the connection."""
     try:
-        return await reader.read(_CHUNK_BYTES)
+        return await reader.read(most_bytes)
     except OSError:
         return b""
 
@@ -206,6 +231,15 @@ async def _first_of(*parts: Awaitable[None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MEMBER_LIMITS = Limits(10.0, 2**18, refusals.UNCERTIFIED)
+"""Of who has not yet proved to be a member of the run."""
+
+
+def member_front(refuse: Callable[[str, str], None]) -> Listener:
+    """What listens before a port that only members of a run may use."""
+    return Listener(MEMBER_LIMITS, refuse)
 
 
 def _bound(listen: Address) -> socket.socket:

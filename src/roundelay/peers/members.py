@@ -8,6 +8,7 @@ Get      waits for a text, and returns it
 Take     returns bytes that the host has left for this member, in pieces
 =======  ========================================================================================================
 
+A listener stands before it, which cuts whoever does not prove in time to be a member, and reports it.
 What a member says is never more than :data:`MOST_BYTES`, and it is told nothing that was left for another.
 """
 
@@ -20,12 +21,13 @@ from typing import Any, final
 
 from roundelay.errors import UsageError
 from roundelay.peers.import_grpc import import_grpc
+from roundelay.peers.listener import LOOPBACK, MEMBER_LIMITS, member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.trust.authority import WORKER, Credentials, role_of
 from roundelay.trust.certificates import ROLE_PREFIX
 from roundelay.trust.invitation import Address
 
-MOST_BYTES, MOST_TEXTS = 64 * 1024, 4096
+MOST_BYTES, MOST_TEXTS = 64 * 1024, 256
 """Most bytes of a text, and most texts of a member."""
 
 PIECE_BYTES = 2**20
@@ -44,11 +46,11 @@ ROLE, NOT_YOURS, OVERSIZE, UNREADABLE, SAID, TOO_MANY, UNKNOWN = REASONS
 _NAME = re.compile(r"[\w. /-]{1,128}")
 
 OPTIONS = {
-    "grpc.max_receive_message_length": MOST_BYTES + 1024,
+    "grpc.max_receive_message_length": MEMBER_LIMITS.sent,
     "grpc.max_metadata_size": 8 * 1024,
     "grpc.max_concurrent_streams": 16,
     "grpc.so_reuseport": 0,
-    "grpc.server_handshake_timeout_ms": int(1000 * OPEN_S),
+    "grpc.server_handshake_timeout_ms": int(1000 * 3 * OPEN_S),  # the listener cuts first, and reports
 }
 
 
@@ -60,7 +62,7 @@ class Members:
         credentials: of the host.
         loop: where it runs.
         listen: address, and port; 0 is any free one.
-        refuse: called with the peer and one of :data:`REASONS`.
+        refuse: called with the peer and one of :data:`REASONS`, or of those of a door.
 
     Raises:
         UsageError: a package is not installed, or the address cannot be listened on.
@@ -76,6 +78,7 @@ class Members:
         self._texts: dict[str, str] = {HERE: ""}
         self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
         self._counts: dict[str, int] = {}
+        self._listener = member_front(refuse)
         self._changed = loop.run(_condition(), OPEN_S)
         self.address = loop.run(self._open(credentials, listen), OPEN_S)
 
@@ -103,7 +106,7 @@ class Members:
 
     def close(self) -> None:
         """Stop, and end all calls."""
-        self._loop.run(self._server.stop(None), OPEN_S)
+        self._loop.run(self._close(), OPEN_S)
 
     # --- the loop's thread
 
@@ -112,16 +115,17 @@ class Members:
         self._server = grpc.aio.server(options=[*OPTIONS.items()])
         self._server.add_generic_rpc_handlers((_handler(grpc, self),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        host, port = listen
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = self._server.add_secure_port(at, proving)
-        except RuntimeError as error:
-            raise _cannot_listen(at) from error
-        if not bound:
-            raise _cannot_listen(at)
+        port = self._server.add_secure_port(f"{LOOPBACK}:0", proving)
         await self._server.start()
-        return host, bound
+        try:
+            return await self._listener.open(listen, port)
+        except UsageError:
+            await self._server.stop(None)
+            raise
+
+    async def _close(self) -> None:
+        await self._listener.close()
+        await self._server.stop(None)
 
     async def _put(self, name: str, text: str) -> None:
         async with self._changed:
@@ -143,10 +147,11 @@ class Members:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if role_of(names) != WORKER:
             await self._abort(context, ROLE)
+        self._listener.stay(context.peer())
         return next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
 
     async def _abort(self, context: Any, reason: str) -> None:
-        self._refuse(context.peer(), reason)
+        self._refuse(self._listener.settle(context.peer()), reason)
         await context.abort(self._grpc.StatusCode.PERMISSION_DENIED, reason)
 
     async def said(self, received: bytes, context: Any) -> bytes:
@@ -216,12 +221,3 @@ def _handler(grpc: Any, members: Members) -> Any:
             return methods.get(details.method, unknown)
 
     return Handler()
-
-
-def _cannot_listen(at: str) -> UsageError:
-    return UsageError(
-        f"listening on {at}",
-        got="the system refuses it",
-        expected="an address of this machine, and a port that is free",
-        remedy="Give another one; port 0 is any free port.",
-    )

@@ -30,14 +30,25 @@ DOOR_REASONS = (
     "unreadable",
     "another version of Roundelay",
     "another version of torch",
+    "no certificate of this run",
 )
 """Why the door refused something without asking the roster."""
-CROWDED, PLAINTEXT, BROKEN, SILENT, SLOW, OVERSIZE, UNKNOWN_METHOD, UNREADABLE, OTHER_ROUNDELAY, OTHER_TORCH = (
-    DOOR_REASONS
-)
+(
+    CROWDED,
+    PLAINTEXT,
+    BROKEN,
+    SILENT,
+    SLOW,
+    OVERSIZE,
+    UNKNOWN_METHOD,
+    UNREADABLE,
+    OTHER_ROUNDELAY,
+    OTHER_TORCH,
+    UNCERTIFIED,
+) = DOOR_REASONS
 
 REASONS = (*DOOR_REASONS, *roster.REASONS, *request.REASONS)
-"""Every reason of the file, but `FULL` in its last line."""
+"""Every reason of a door, which stand in the file; `FULL` is that of its last line."""
 FULL = "no more refusals fit into this file"
 
 
@@ -89,3 +100,25 @@ class RefusalLog:
             self._room -= self._file.write(line)
         except OSError:
             self.counts["unwritten"] += 1
+
+
+@final
+class RefusalLines:
+    """Tells refusals as they come, in one line each, up to a number of them.
+
+    Args:
+        tell: shows a line.
+        most: lines.
+    """
+
+    def __init__(self, tell: Callable[[str], None], most: int = 50) -> None:
+        self._tell, self._left, self._lock = tell, most, threading.Lock()
+
+    def refuse(self, peer: str, reason: str) -> None:
+        """Tell of a refusal of `peer`; may be called from any thread."""
+        with self._lock:
+            self._left -= 1
+            if self._left >= 0:
+                self._tell(f"Refused {peer}: {reason}.")
+            if not self._left:
+                self._tell("Further refusals are not told.")

@@ -16,7 +16,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.actor.machines import machine_for
-from roundelay.errors import DeadlineError, RoundelayError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, RunError, WorkerLostError
 from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
@@ -354,11 +354,11 @@ class _Worker:
         except DeadlineError as error:
             raise self._deadline_error() from error
         if type(delivery) is Arrived:
-            self.links[delivery.message.channel].arrived(delivery.source, delivery.message)
+            self._arrived(delivery)
             for source, channel in endpoint.credits():
-                machine.grant(channel, source)
+                self._granted(source, channel)
         elif type(delivery) is Granted:
-            machine.grant(delivery.channel, delivery.source)
+            self._granted(*delivery)
         elif not endpoint.aborted:  # otherwise the run is over for this worker too
             raise WorkerLostError(
                 f"worker {delivery.source}",
@@ -366,6 +366,18 @@ class _Worker:
                 expected="a living worker",
                 remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
             )
+
+    def _arrived(self, delivery: Arrived) -> None:
+        try:
+            self.links[delivery.message.channel].arrived(delivery.source, delivery.message)
+        except (InternalError, LookupError, TypeError, ValueError, AssertionError) as error:
+            raise _unfit(delivery.source, f"a message on channel {delivery.message.channel}", error) from error
+
+    def _granted(self, source: int, channel: int) -> None:
+        try:
+            self.machine.grant(channel, source)
+        except (InternalError, LookupError) as error:
+            raise _unfit(source, f"a credit of channel {channel}", error) from error
 
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
@@ -444,6 +456,15 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
     line, weights = run.instruction, (run.reads, run.distance)
     channels = list(line.takes), list(line.gives)
     return [line.opcode, run.g, batch, *weights, start, end, sent, run.stage, line.of, *channels, str(run)]
+
+
+def _unfit(source: int, got: str, error: Exception) -> RunError:
+    return RunError(
+        f"worker {source}",
+        got=f"{got} that does not fit the plan ({type(error).__name__}: {error})",
+        expected="what its plan has it send",
+        remedy="Check that it runs the same version and plan; if it does, report this as a bug.",
+    )
 
 
 _UNKNOWN = MicroBatch(0, 0, 0, 1, 1, 1, 0, 0, 0)

@@ -6,9 +6,10 @@ would be, operations are those of a list, and memory is what the machine allows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NoReturn, final
+from functools import partial
+from typing import Annotated, Any, NoReturn, TypeVar, final
 
 import msgspec
 import torch
@@ -52,9 +53,13 @@ READY = "ready"
 MOST_BYTES = 2**26
 """Of an assignment without its state."""
 
+MOST_STAGES, MOST_MICRO_BATCHES = 1024, 2**16
+"""Of a plan that a machine believes."""
+
 MANY_UPDATES = 1_000_000
 """Updates for which a schedule is tabled where a run's length is not known."""
 
+_T = TypeVar("_T")
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -208,7 +213,10 @@ def read_assignment(data: bytes, worker: int, memory_bytes: int) -> tuple[Assign
         assignment = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _refused(f"{error}") from error
-    reading = check_plan(Plan.parse(assignment.plan))
+    plan = Plan.parse(assignment.plan)
+    if plan.num_stages > MOST_STAGES or plan.micro_batches > MOST_MICRO_BATCHES:
+        raise _refused(f"a plan with {plan.num_stages:,} stages and {plan.micro_batches:,} micro-batches")
+    reading = _ours(partial(check_plan, plan))
     own = dict(enumerate(reading.plan.worker_stages)).get(worker, ())
     if (assignment.worker, *(stage.spec.stage for stage in assignment.stages)) != (worker, *own):
         raise _refused("the stages of another worker")
@@ -244,14 +252,13 @@ def task_of(assignment: Assignment, reading: Reading, state: bytes) -> Task:
         UsageError: the state does not fit.
         PlanError: a stage cannot be rebuilt.
     """
+    return _ours(partial(_task, assignment, reading, state))
+
+
+def _task(assignment: Assignment, reading: Reading, state: bytes) -> Task:
     plains = {one.spec.stage: plain_bytes.decoded(one.plain) for one in assignment.stages}
-    try:
-        held = _states(assignment, load_tensors(state))
-        initial = _initial(assignment, held)
-    except RoundelayError:
-        raise
-    except Exception as error:  # bytes from outside
-        raise _refused(f"a state that does not fit: {type(error).__name__}: {error}") from error
+    held = _states(assignment, load_tensors(state))
+    initial = _initial(assignment, held)
     parameters = {name: own for one in assignment.stages for name, own in one.parameters.items()}
     trained = {n: torch.nn.Parameter(initial.parameters[n], own.trainable) for n, own in parameters.items()}
     plain = optimizers.decoded(assignment.optimizer)
@@ -348,6 +355,16 @@ def _partition(assignment: Assignment, num_stages: int) -> Partition:
         others[edge.source] = replace(others[edge.source], sends=(*others[edge.source].sends, edge))
     every = others | own
     return Partition(tuple(every[k] for k in range(num_stages)))
+
+
+def _ours(read: Callable[[], _T]) -> _T:
+    """What is read from bytes from outside; whatever fails is an error of ours."""
+    try:
+        return read()
+    except (RoundelayError, MemoryError):
+        raise
+    except Exception as error:
+        raise _refused(f"what does not fit together: {type(error).__name__}: {error}") from error
 
 
 def _no_data(*values: Any) -> NoReturn:

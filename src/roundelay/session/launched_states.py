@@ -13,7 +13,7 @@ import msgspec
 from roundelay.checkpoint.atomic_files import unwritten
 from roundelay.checkpoint.stored_files import make_probe
 from roundelay.detect_launcher import LEADER
-from roundelay.errors import UsageError
+from roundelay.errors import RunError, UsageError
 from roundelay.ir.plan import Plan
 from roundelay.launching.process_group import ProcessGroup
 from roundelay.runtime.state_reports import StateUse
@@ -64,12 +64,22 @@ def fetched_use(process_group: ProcessGroup) -> tuple[StateUse, int | None]:
 
     Raises:
         WorkerLostError: the leader publishes nothing.
+        RunError: what it publishes cannot be read.
     """
 
     def made(kind: Any, value: Any) -> Any:
         return kind(value)
 
-    announced = msgspec.json.decode(process_group.fetch(_name(process_group)), type=_Announced, dec_hook=made)
+    text = process_group.fetch(_name(process_group))
+    try:
+        announced = msgspec.json.decode(text, type=_Announced, dec_hook=made)
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        raise RunError(
+            "what the leader says of checkpoints",
+            got=str(error),
+            expected="a text that Roundelay writes",
+            remedy="Check that all processes run the same version of Roundelay.",
+        ) from error
     shared = process_group.trusting and (announced.probe is None or announced.probe.is_file())
     return replace(announced.use, shared=shared), announced.save_every
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,8 @@ from roundelay.ir.plan import Plan
 from roundelay.observe.action_trace import ActionTrace, TraceHead
 from roundelay.page.run_page import run_page
 from roundelay.runtime.processes.worker_messages import Report
-from roundelay.session.events import Evaluated, Observer, Skipped, Traced, Updated
+from roundelay.runtime.report_data import misreported
+from roundelay.session.events import Evaluated, Event, Observer, Skipped, Traced, Updated
 from roundelay.session.state_gather import Snapshot
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -26,6 +27,9 @@ Terms = tuple[float, float]
 
 Computed = tuple[str, int, int, int]
 """(kind, stage, replica, number): ``forward`` and ``backward`` with g, ``update`` with t."""
+
+MOST_AHEAD = 2**16
+"""Most batches by which one whose loss is reported may be ahead of the next update."""
 
 _ADDED = ("busy_s", "wall_s", "updates", "skipped")
 
@@ -144,6 +148,7 @@ class RunRecord:
         self._notify, self.rates, self._kept, self._heads = notify, rates, kept, heads or {}
         #: of stages whose order is free, by stage
         self.actions: dict[int, ActionTrace] = {}
+        self._due: deque[Event] = deque()
         self._start = time.perf_counter()
         #: of every micro-batch
         self.losses: dict[int, Terms] = {}
@@ -167,14 +172,26 @@ class RunRecord:
         self._recent = 0  # the first update of the last few seconds
 
     def take(self, report: Report) -> None:
-        """Take one report of any kind but ``state``."""
+        """Take one report of any kind but ``state``.
+
+        Raises:
+            RunError: it cannot be true.
+        """
+        try:
+            self._take(report)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise misreported(report, error) from error
+        while self._due:
+            self._notify(self._due.popleft())
+
+    def _take(self, report: Report) -> None:
         data, worker = report.data, report.worker
         if report.kind == "loss":
             self._loss(data)
         elif report.kind == "progress":
             self._busy[worker] = data["busy_s"] / max(data["wall_s"], 1e-9)
         elif report.kind == "skipped":
-            self._notify(Skipped(data["update"], data["in_a_row"], data["scale"]))
+            self._due.append(Skipped(data["update"], data["in_a_row"], data["scale"]))
         elif report.kind == "events":
             self.events[worker] += [ExecutedInstruction(*row) for row in data["events"]]
         elif report.kind == "loads":
@@ -191,10 +208,12 @@ class RunRecord:
         digests = dict(data["digests"])
         known = self.actions.get(head.stage) or ActionTrace(head, "", {}, ended=False)
         self.actions[head.stage] = ActionTrace(head, known.letters + letters, {**known.digests, **digests}, ended)
-        self._notify(Traced(head, letters, digests, ended))
+        self._due.append(Traced(head, letters, digests, ended))
 
     def _loss(self, data: Mapping[str, Any]) -> None:
         header = MicroBatch.of(tuple(data["header"]))
+        if not self._next <= header.batch < self._next + MOST_AHEAD or header.rows < 1:
+            raise ValueError(f"a loss of batch {header.batch} while {self._next} is the next")
         self.losses[header.number] = (data["loss"], data["count"])
         self._lacking[header.number] = data.get("lacking", 0.0)
         self.metrics[header.number] = {name: tuple(pair) for name, pair in data.get("metrics", {}).items()}
@@ -203,6 +222,8 @@ class RunRecord:
         self.epoch_starts.setdefault(header.epoch, header.batch)
         batch = self._batches.setdefault(header.batch, [])
         batch.append(header)
+        if sum(known.rows for known in batch) > batch[0].batch_rows:
+            raise ValueError(f"losses of more rows than batch {header.batch} has")
         while self._complete(self._batches.get(self._next, ())):  # of a short batch, fewer workers report
             self._update(sorted(self._batches.pop(self._next), key=lambda known: known.number))
             self._next += 1
@@ -233,7 +254,7 @@ class RunRecord:
             loss_scale=self.scales.get(last.number),
         )
         self.updates.append(updated)
-        self._notify(updated)
+        self._due.append(updated)
 
     def _rate(self, rows: int) -> float:
         """Samples per second over the last few seconds."""

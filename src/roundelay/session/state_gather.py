@@ -12,9 +12,11 @@ import torch
 
 from roundelay.checkpoint.held_state import HeldState, decode, disagreement, join, missing_part
 from roundelay.checkpoint.stored_files import StoredState
+from roundelay.detect_launcher import LEADER
 from roundelay.errors import InternalError
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.processes.worker_messages import Report
+from roundelay.runtime.report_data import misreported
 from roundelay.runtime.state_reports import StateReport
 
 
@@ -54,6 +56,9 @@ class CheckpointParts:
     unwritten: str
 
 
+MOST_VERSIONS = 256
+"""Most versions of which not all holders have reported yet."""
+
 OnComplete = Callable[[Snapshot, CheckpointParts], None]
 
 
@@ -65,11 +70,19 @@ class StateGatherer:
         shapes: of the parameters that they have, whole, by name.
         on_complete: called when all holders have reported on one version.
         compares: whether holders of the same elements must agree in every bit.
+        trusting: whether the other holders write parts of checkpoints themselves.
     """
 
     def __init__(
-        self, holders: int, shapes: Mapping[str, Sequence[int]], on_complete: OnComplete, *, compares: bool = False
+        self,
+        holders: int,
+        shapes: Mapping[str, Sequence[int]],
+        on_complete: OnComplete,
+        *,
+        compares: bool = False,
+        trusting: bool = True,
     ) -> None:
+        self._trusting = trusting
         self._holders, self._shapes, self._on_complete, self._compares = holders, shapes, on_complete, compares
         self._parts: dict[int, list[_HolderState]] = defaultdict(list)
 
@@ -78,15 +91,38 @@ class StateGatherer:
 
         Raises:
             InternalError: an element of a parameter is missing, or two holders of it disagree.
+            RunError: the report cannot be true.
         """
-        state = msgspec.convert(report.data, StateReport)
-        header = MicroBatch.of(state.header)
-        held = None if state.table is None else decode(state.table, report.tensors)
+        try:
+            part = self._part(report)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise misreported(report, error) from error
+        header = MicroBatch.of(part.report.header)
         parts = self._parts[header.g]
-        parts.append(_HolderState(report.worker, state, held))
+        if len(self._parts) > MOST_VERSIONS or any(
+            (known.worker, known.report.stage) == (part.worker, part.report.stage) for known in parts
+        ):
+            raise misreported(report, f"stage {part.report.stage} after micro-batch {header.g}")
+        parts.append(part)
         if len(parts) == self._holders:
             parts = sorted(self._parts.pop(header.g), key=lambda part: (part.report.stage, part.worker))
             self._on_complete(self._snapshot(header, parts), _checkpoint_parts(parts))
+
+    def _part(self, report: Report) -> _HolderState:
+        """What a holder reports, if it can be."""
+        state = msgspec.convert(report.data, StateReport)
+        MicroBatch.of(state.header)
+        held = None if state.table is None else decode(state.table, report.tensors)
+        for name, shard in () if held is None else held.parameters.items():
+            whole = self._shapes[name]
+            fits = len(shard.ranges) == len(whole) == shard.tensor.dim() and all(
+                0 <= first <= end <= size for (first, end, *_), size in zip(shard.ranges, whole, strict=True)
+            )
+            if not fits:
+                raise ValueError(f"{name} of shape {tuple(shard.tensor.shape)}")
+        if state.stored is not None and not self._trusting and report.worker != LEADER:
+            raise ValueError("a file that it says to have written")
+        return _HolderState(report.worker, state, held)
 
     def _snapshot(self, header: MicroBatch, parts: Sequence[_HolderState]) -> Snapshot:
         """Join what was gathered; the first of several holders of the same counts."""

@@ -211,6 +211,7 @@ class Session:
             {name: tuple(shapes[name].shape) for stage in self.partition.stages for name in stage.parameters},
             lambda snapshot, parts: checkpointer.keep(snapshot, parts, record.epoch_starts),
             compares=audit,
+            trusting=process_group is None or process_group.trusting,
         )
 
         def take(report: Report) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -36,7 +36,10 @@ from roundelay.transport.envelope import PIECE_BYTES, Position
 from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
 from roundelay.transport.meeting import FileMeeting, Meeting
 from roundelay.transport.wire_layout import unreadable
-from roundelay.trust.authority import Credentials, new_authority
+from roundelay.trust.authority import WORKER, Credentials, new_authority, role_of
+from roundelay.trust.invitation import Address
+
+LOOPBACK = "127.0.0.1"
 
 HELLO_S = 5.0
 """Seconds that whoever connects has to say who it is."""
@@ -59,6 +62,14 @@ OPTIONS = {
     "grpc.so_reuseport": 0,
     "grpc.enable_http_proxy": 0,
 }
+MOST_WAITING, MOST_UNREAD = 4096, 4
+"""Messages, and greatest messages by their bytes, that may wait for the worker before no more are read."""
+
+PAUSE_S = 0.002
+ROLE, GARBLED = "wrong role", "no message"
+REASONS = (*envelopes.REASONS, ROLE, GARBLED)
+"""Why whoever connects, or what a worker sends, was refused."""
+
 NEEDED = ("transport grpc", "roundelay[join]", ", or choose another transport.")
 _QUIET = ("GRPC_VERBOSITY", "NONE")
 _SERVICE, _METHOD = "roundelay", "Link"
@@ -67,6 +78,26 @@ _SERVICE, _METHOD = "roundelay", "Link"
 def name_of(worker: int) -> str:
     """The name in a worker's certificate."""
     return f"worker-{worker}"
+
+
+class Front(Protocol):
+    """What listens before an endpoint: :class:`roundelay.peers.listener.Listener`."""
+
+    async def open(self, listen: Address, target: int) -> Address:
+        """Listen, and pass on to a port of this machine; return where it listens."""
+        ...
+
+    def stay(self, peer: str) -> object:
+        """Let a connection last, known to the server as `peer`, that has proved whose it is."""
+        ...
+
+    def settle(self, peer: str) -> str:
+        """Return the address of a connection that the endpoint refuses itself."""
+        ...
+
+    async def close(self) -> None:
+        """Cut all connections, and accept no more."""
+        ...
 
 
 @final
@@ -80,13 +111,17 @@ class Member:
         generation: of the run; what is of another is refused.
         host: the address at which this worker serves, and the others call it.
         silent_ms: milliseconds that a ping's answer may take.
+        refuse: called in the loop's thread with the peer, an address or a worker's name, and one of :data:`REASONS`.
+        front: makes what listens before the endpoint; None: nothing does.
     """
 
     credentials: Credentials
     meeting: Meeting
     generation: int = 0
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     silent_ms: int = SILENT_MS
+    refuse: Callable[[str, str], None] | None = None
+    front: Callable[[], Front] | None = None
 
     def options(self) -> dict[str, int]:
         """Options of the member's servers and channels."""
@@ -110,7 +145,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     """
 
     refused: Counter[str]
-    """How often something was refused, by reason (`roundelay.transport.envelope.REASONS`)."""
+    """How often something was refused, by reason (:data:`REASONS`)."""
 
     def __init__(
         self,
@@ -122,7 +157,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     ) -> None:
         super().__init__(worker, others, deadline_s)
         self._member, self._most_pieces = member, -(-(most_bytes + wire.HEAD_BYTES) // PIECE_BYTES)
-        self.refused = Counter()
+        self.refused, self._unread = Counter(), 0  # bytes that have come since the worker had taken everything
+        self._front = member.front() if member.front is not None else None
         self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._carrying: list[asyncio.Task[str | None]] = []
@@ -194,10 +230,14 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        port = server.add_secure_port(f"{self._member.host}:0", proving)
+        front, host = self._front, self._member.host
+        port = server.add_secure_port(f"{host if front is None else LOOPBACK}:0", proving)
         self._closing.append(lambda: server.stop(None))
         await server.start()
-        self._member.meeting.set(name_of(self.worker), f"{self._member.host}:{port}")
+        if front is not None:
+            self._closing.insert(0, front.close)
+            _, port = await front.open((host, 0), port)
+        self._member.meeting.set(name_of(self.worker), f"{host}:{port}")
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
@@ -205,7 +245,11 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             first = await asyncio.wait_for(context.read(), HELLO_S)
             link = self._admit(first, context.auth_context().get("x509_subject_alternative_name", ()))
         except (TimeoutError, InternalError) as error:
-            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, self._count(error))
+            peer = context.peer()
+            where = _address_of(peer) if self._front is None else self._front.settle(peer)
+            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, self._count(where, error))
+        if self._front is not None:
+            self._front.stay(context.peer())
         await context.write(self._hello())
         link.opened.set()
         if reason := await self._carry(link, context):
@@ -217,6 +261,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         link = self._links.get(claimed)
         if link is None or claimed < self.worker or name_of(claimed).encode() not in names:
             raise unreadable(envelopes.MISNAMED)
+        if role_of(names) != WORKER:
+            raise unreadable(ROLE)
         if link.position is not None:
             raise unreadable(envelopes.TAKEN)
         link.position = position
@@ -259,6 +305,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader fails, and reports it
         try:
             while not (link.ended and link.acknowledged):
+                while self._is_flooded():
+                    await asyncio.sleep(PAUSE_S)
                 self._accept(link, await stream.read())
             self._queue(link, None)
             await writer
@@ -271,7 +319,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             await writer  # END can still be sent
         except InternalError as fault:
             self._lose(link, f"it sent bytes that are no message ({fault.got})")
-            return self._count(fault)
+            return self._count(name_of(link.worker), fault)
         except asyncio.CancelledError:
             self._lose(link, "its connection broke")
             raise
@@ -283,6 +331,12 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             if call is not None:
                 call.cancel()
         return None
+
+    def _is_flooded(self) -> bool:
+        """Whether to read on only when the worker has taken what has come."""
+        if self._inbox.empty():
+            self._unread = 0
+        return self._unread > MOST_UNREAD * self._most_pieces * PIECE_BYTES or self._inbox.qsize() > MOST_WAITING
 
     def _accept(self, link: _Link, piece: Any) -> None:
         """Check a piece; handle the message that it completes."""
@@ -300,6 +354,8 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             if len(received) < wire.HEAD_BYTES:
                 raise unreadable(envelopes.TRUNCATED)
             frame = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
+            if frame.kind in (wire.MESSAGE, wire.MESSAGE_APART):
+                self._unread += len(received)
             self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
 
     def _acknowledge(self, link: _Link) -> None:
@@ -329,9 +385,12 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             link.written += 1
             await write(envelopes.seal(kind, self._member.generation, link.written, parts, len(pieces)))
 
-    def _count(self, error: Exception) -> str:
-        reason = error.got if isinstance(error, InternalError) else envelopes.TRUNCATED
+    def _count(self, peer: str, error: Exception) -> str:
+        got = error.got if isinstance(error, InternalError) else envelopes.TRUNCATED
+        reason = got if got in REASONS else GARBLED
         self.refused[reason] += 1
+        if self._member.refuse is not None:
+            self._member.refuse(peer, reason)
         return reason
 
     async def _cut(self) -> None:
@@ -392,6 +451,11 @@ def _message(head: wire.Head, received: memoryview) -> Message:
         _bytes_of(tensor)[:] = received[at : at + tensor.nbytes]
         at += tensor.nbytes
     return message
+
+
+def _address_of(peer: str) -> str:
+    """Address and port of what gRPC calls ``ipv4:127.0.0.1:40000``."""
+    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

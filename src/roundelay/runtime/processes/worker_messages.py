@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from roundelay import errors
-from roundelay.errors import RoundelayError
+from roundelay.errors import InternalError, RoundelayError
 from roundelay.runtime.processes.user_errors import unexpected
 
 Kind = Literal[
@@ -48,6 +48,11 @@ Reporter = Callable[[Report], None]
 MAX_HEADER_BYTES = 2**30
 MAX_TENSOR_BYTES = 2**40
 
+ERRORS: dict[str, type[RoundelayError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, RoundelayError)
+}
+"""Every error that a report may be of, by name."""
+
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _LENGTH_BYTES = 8
 
@@ -67,8 +72,8 @@ def failure(worker: int, error: RoundelayError, trace: str = "") -> Report:
 def error_of(report: Report) -> RoundelayError:
     """Return the error of a ``failed`` report."""
     data = report.data
-    kind = getattr(errors, data["kind"])
-    error: RoundelayError = kind(data["subject"], got=data["got"], expected=data["expected"], remedy=data["remedy"])
+    kind = ERRORS.get(data["kind"], InternalError)
+    error = kind(data["subject"], got=data["got"], expected=data["expected"], remedy=data["remedy"])
     error.add_note(str(data["trace"]))
     return error
 
