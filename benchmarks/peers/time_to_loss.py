@@ -1,6 +1,6 @@
 """Seconds and updates to a loss: `ravnest`, `pipedream` and `1f1b` on three peers with lines of 100 Mbit/s and 40 ms.
 
-Handwritten digits, plain stochastic gradient descent, the same stages and batches for all; `1f1b` cuts a batch into four
+Handwritten digits, plain stochastic gradient descent, the same stages and batches for all; `1f1b` cuts a batch into 4
 micro-batches. Each rule has that of three learning rates with which it takes the fewest updates with the first seed:
 where the order is free in a run on the bed, else, as it depends on no clock, in one without. Then `roundelay host` and
 `join` train with three seeds. The loss is the mean of ten batches; seconds count from the first update.

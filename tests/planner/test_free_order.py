@@ -1,4 +1,4 @@
-"""What may be in flight where the order is free: by the busiest machine or line, with numbers that are counted by hand."""
+"""What may be in flight where the order is free: by the busiest machine or line; the numbers are counted by hand."""
 
 from __future__ import annotations
 
