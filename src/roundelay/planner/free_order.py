@@ -5,6 +5,8 @@ comes back: one for each interval in its transfer and in a message there and bac
 are a whole number of intervals there is one more, or a message that waits behind a backward leaves a stage idle. The
 paper has one slot, which leaves it idle for all of that time.
 
+An interval is that of the busiest: a machine that computes, or its line, which all its messages of one direction share.
+
 A stage goes on until it has as many forwards in flight as fit into the way to the last stage and back. More would read
 weights that are older still, and gain nothing.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 from roundelay.ir.plan import EdgePlan, Plan
 from roundelay.lower.reading import read
@@ -25,7 +28,7 @@ def with_capacities(plan: Plan) -> Plan:
     """
     if not read(plan).free:
         return plan
-    interval_s = max(stage.forward_s + stage.backward_s + stage.update_s for stage in plan.stages)
+    interval_s = _interval_s(plan)
     slots: dict[tuple[int, int], int] = {}
     way_s, behind = [0.0] * plan.num_stages, [0] * plan.num_stages
     for edge in sorted(plan.edges, key=lambda edge: (-edge.source, edge.target)):
@@ -46,10 +49,30 @@ def with_capacities(plan: Plan) -> Plan:
     )
 
 
+def _interval_s(plan: Plan) -> float:
+    """Seconds between two updates: what the slowest machine computes, or its line carries in one direction; or 0."""
+    carried = dict.fromkeys(product(range(plan.num_stages), ("in", "out")), 0.0)
+    for edge in plan.edges:
+        _, bytes_per_s = _link(plan, edge)
+        for ends, num_bytes in (
+            ((edge.source, edge.target), edge.forward_bytes),
+            ((edge.target, edge.source), edge.backward_bytes),
+        ):
+            carried[ends[0], "out"] += num_bytes / bytes_per_s
+            carried[ends[1], "in"] += num_bytes / bytes_per_s
+    speeds = [plan.workers[plan.worker_of(stage)].speed for stage in range(plan.num_stages)]
+    computed = [(s.forward_s + s.backward_s + s.update_s) / speed for s, speed in zip(plan.stages, speeds, strict=True)]
+    return max(*computed, *carried.values()) if any(computed) else 0.0
+
+
+def _link(plan: Plan, edge: EdgePlan) -> tuple[float, float]:
+    """Seconds of an empty message, and bytes per second."""
+    return (edge.latency_s, edge.bytes_per_s) if edge.bytes_per_s else (plan.latency_s, plan.bytes_per_s)
+
+
 def _round_s(plan: Plan, edge: EdgePlan) -> float:
     """Seconds of a message there and one back, and of their transfer."""
-    usual = plan.latency_s, plan.bytes_per_s
-    latency_s, bytes_per_s = (edge.latency_s, edge.bytes_per_s) if edge.bytes_per_s else usual
+    latency_s, bytes_per_s = _link(plan, edge)
     return 2 * latency_s + (edge.forward_bytes + edge.backward_bytes) / bytes_per_s
 
 
