@@ -50,6 +50,7 @@ class HostOptions:
         ),
     ] = 0
     check: o.Check = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="At the end also show time and memory by machine.")] = False
 
     def of_run(self) -> o.RunOptions:
         """Those that ``train`` has too."""
@@ -61,6 +62,7 @@ class HostOptions:
             out=self.out,
             checkpoint_every=self.checkpoint_every,
             check=self.check,
+            verbose=self.verbose,
         )
 
 
