@@ -27,6 +27,7 @@ CAP_S = 0.8
 ALWAYS = {
     "tests/op_samples/test_op_samples.py::test_operators_on_parts_give_what_the_plain_ones_give",
     "tests/cli/test_torchrun.py::test_two_launched_processes_compute_what_one_host_alone_does",
+    "tests/peers/test_host_join.py::test_three_machines_train_and_the_run_is_proved",
     "tests/cli/test_interrupts.py::test_ctrl_c_in_training_ends_everything",
     "tests/resume/test_kill.py::test_a_run_that_restarts_itself_goes_on_in_mid_flight",
     "tests/standin/test_rules_on_standin.py::test_rules_options_layouts_and_checkpoints_hold_on_devices",
