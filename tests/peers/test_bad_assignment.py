@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundelay.errors import RoundelayError, RunError, UsageError
-from roundelay.session.assignment import assignment_of, place_of, read_assignment, task_of
+from roundelay.session.assignment import assignment_of, optimizer_of, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
 from roundelay.session.training import Length, Session
 from tests.equivalence.cells import OPTIMIZERS, Variant, bench
@@ -41,7 +41,7 @@ def honest() -> tuple[bytes, bytes]:
     place = bench("skip")
     plan = place.plan(Variant("ravnest", "none", "stash"), 3, 1, "grpc")
     session = Session(place.job(OPTIMIZERS["momentum"]), place.captured, plan, 0, Length(steps=9))
-    return assignment_of(session, RANK, 0)
+    return assignment_of(session, RANK, optimizer_of(session), 0)
 
 
 @cache

@@ -71,8 +71,12 @@ def run_of(invitation: str) -> str:
             "scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), evaluate=lambda m: {}",
             ("ReduceLROnPlateau",),
         ),
+        (
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)",
+            ("run of unknown length", "Give --steps"),
+        ),
     ],
-    ids=["optimizer", "scheduler"],
+    ids=["optimizer", "scheduler", "length"],
 )
 def test_what_cannot_travel_is_refused_by_name_before_the_door_opens(
     changes: str, words: tuple[str, ...], tmp_path: Path

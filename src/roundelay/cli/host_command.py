@@ -48,7 +48,7 @@ from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
 from roundelay.runtime.loading.prefetch import ignore_wait
-from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, place_of
+from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, optimizer_of, place_of
 from roundelay.session.offer import (
     OFFER,
     PROBE,
@@ -239,9 +239,9 @@ def _stage_text(stage: StagePlan) -> str:
 
 def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> PeerGroup:
     """Leave for each machine what it is assigned."""
-    session = prepared.session
+    session, optimizer = prepared.session, optimizer_of(prepared.session)
     for worker in range(1, peers):
-        assignment, state = assignment_of(session, worker, GENERATION)
+        assignment, state = assignment_of(session, worker, optimizer, GENERATION)
         waiting.texts.leave(name_of(worker), ASSIGNMENT, assignment)
         waiting.texts.leave(name_of(worker), STATE, state)
     for name in map(name_of, range(1, peers)):

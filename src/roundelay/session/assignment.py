@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from roundelay.checkpoint import held_state
 from roundelay.checkpoint.held_state import HeldState, StateTable
 from roundelay.checkpoint.shards import Shard, whole_ranges
-from roundelay.errors import PlanError, RoundelayError, UsageError
+from roundelay.errors import JobError, PlanError, RoundelayError, UsageError
 from roundelay.frontend.plain_model import PlainModel, module_of
 from roundelay.frontend.plain_stage import plain_stage
 from roundelay.ir import plain_bytes
@@ -55,9 +55,6 @@ MOST_BYTES = 2**26
 
 MOST_STAGES, MOST_MICRO_BATCHES = 1024, 2**16
 """Of a plan that a machine believes."""
-
-MANY_UPDATES = 1_000_000
-"""Updates for which a schedule is tabled where a run's length is not known."""
 
 _T = TypeVar("_T")
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -134,25 +131,43 @@ def check_travels(session: Session) -> None:
             expected="one of Roundelay's own: machines that join get data, and no Python",
             remedy="Choose one of " + ", ".join(BUILT_IN) + ".",
         )
+    optimizer = optimizer_of(session)
     for worker in range(1, plan.num_workers):
-        assignment_of(session, worker, 0)
+        assignment_of(session, worker, optimizer, 0)
 
 
-def assignment_of(session: Session, worker: int, generation: int) -> tuple[bytes, bytes]:
+def optimizer_of(session: Session) -> bytes:
+    """The optimizer of a run as data, with the rates of all of its updates.
+
+    Raises:
+        JobError: it cannot travel, or a schedule has no end.
+    """
+    job, total = session.job, session.run_length().total
+    if total is None and job.scheduler is not None:
+        raise JobError(
+            "Job(scheduler=...) in a run of unknown length",
+            got="batches whose number is not known before they are read",
+            expected="a known number of updates: machines that join get a table of learning rates",
+            remedy="Give --steps, or batches that have a length, such as a DataLoader.",
+        )
+    named = without_gradients(session.captured.model)
+    return optimizers.encoded(optimizers.plain_optimizer(job.optimizer, job.scheduler, named, total or 1))
+
+
+def assignment_of(session: Session, worker: int, optimizer: bytes, generation: int) -> tuple[bytes, bytes]:
     """A worker's assignment, and the tensors of its state, as bytes.
 
     Args:
         session: not yet run.
         worker: number of the worker.
+        optimizer: as :func:`optimizer_of` gives it.
         generation: of the run.
 
     Raises:
-        CaptureError, JobError: something cannot travel.
+        CaptureError: something cannot travel.
     """
-    plan, job, captured, initial = session.plan, session.job, session.captured, session.initial
+    plan, captured, initial = session.plan, session.captured, session.initial
     graph, tensors = captured.graph, dict[str, torch.Tensor]()
-    updates = MANY_UPDATES if session.extent.batches is None else initial.updates + session.extent.batches
-    named = without_gradients(captured.model)
     stages = []
     for number in plan.stages_of(worker):
         spec = session.partition.stages[number]
@@ -173,7 +188,7 @@ def assignment_of(session: Session, worker: int, generation: int) -> tuple[bytes
         session.seed,
         session.extent.start_g,
         initial.updates,
-        optimizers.encoded(optimizers.plain_optimizer(job.optimizer, job.scheduler, named, updates)),
+        optimizer,
         tuple(stages),
         graph.inputs,
         graph.batch,
