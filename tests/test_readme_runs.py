@@ -2,7 +2,8 @@
 
 A fenced block says what it is: ``python`` runs, or is a file if its first line is ``# NAME.py``; ``sh`` is typed into a
 shell; in ``console`` a line after ``$`` is typed, and what stands below must come out. A block that says nothing is a
-drawing. Blocks of one page follow one another in one folder, as a person meets them.
+drawing. Blocks of one page follow one another in one folder, as a person meets them. What joins a run that another
+machine hosts is typed in a folder of its own, with the invitation that the host has printed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,27 @@ FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 FILE = re.compile(r"# (\w+\.py)\n")
 KINDS = ("python", "sh", "console", "")
 #: first words of a line that somebody would type, or of one of Python
-TYPED = re.compile(r"^(\$|\S*(make|pip|python3?|torchrun|roundelay|cp|source|import|from|def)) ", re.MULTILINE)
+TYPED = re.compile(r"^(\$|\S*(make|pip|python3?|torchrun|roundelay(?! action trace)|cp|source|import|from|def)) ", re.MULTILINE)
 
 EXEMPT = {
     "make train": "makes an environment from a package index, trains for minutes and runs every test",
 }
 """How a block begins that is not run, and why."""
+
+
+#: a line that hosts a run, and one that joins it from another machine
+HOSTED = re.compile(r"^(roundelay host .*)$", re.MULTILINE)
+JOINED = re.compile(r"^(roundelay join) INVITATION\b.*$", re.MULTILINE)
+HOSTS = r"""{ \1
+} 2> host.log &
+until printed=$(grep -o 'roundelay-1-[a-z2-7]*' host.log); do kill -0 $! || { cat host.log; exit 1; }; sleep 0.1; done"""
+JOINS = r"""(mkdir there && cd there && \1 "$printed" && test -z "$(ls)")
+wait $! || { cat host.log; exit 1; }"""
+
+
+def on_two_machines(typed: str) -> str:
+    """What is typed where a run is hosted, and on the machine that joins it, as typed into one shell."""
+    return JOINED.sub(JOINS, HOSTED.sub(HOSTS, typed))
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,7 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "page", sorted({block.page for block in ALL if block.kind}), ids=lambda page: page.relative_to(ROOT).as_posix()
 )
@@ -119,7 +136,7 @@ def test_what_a_page_prints_runs_as_it_is_printed(page: Path, tmp_path: Path, bi
         elif block.kind == "python":
             run([sys.executable, "-W", "error", "-c", block.text], tmp_path, bin_folder)
         else:
-            told = run(["bash", "-euo", "pipefail", "-c", block.typed], tmp_path, bin_folder)
+            told = run(["bash", "-euo", "pipefail", "-c", on_two_machines(block.typed)], tmp_path, bin_folder)
             assert list(in_order(block.comes_out, told)) == [], told
 
 
