@@ -27,7 +27,9 @@ FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 FILE = re.compile(r"# (\w+\.py)\n")
 KINDS = ("python", "sh", "console", "")
 #: first words of a line that somebody would type, or of one of Python
-TYPED = re.compile(r"^(\$|\S*(make|pip|python3?|torchrun|roundelay(?! action trace)|cp|source|import|from|def)) ", re.MULTILINE)
+TYPED = re.compile(
+    r"^(\$|\S*(make|pip|python3?|torchrun|roundelay(?! action trace)|cp|source|import|from|def)) ", re.MULTILINE
+)
 
 EXEMPT = {
     "make train": "makes an environment from a package index, trains for minutes and runs every test",
@@ -40,7 +42,8 @@ HOSTED = re.compile(r"^(roundelay host .*)$", re.MULTILINE)
 JOINED = re.compile(r"^(roundelay join) INVITATION\b.*$", re.MULTILINE)
 HOSTS = r"""{ \1
 } 2> host.log &
-until printed=$(grep -o 'roundelay-1-[a-z2-7]*' host.log); do kill -0 $! || { cat host.log; exit 1; }; sleep 0.1; done"""
+until printed=$(grep -o 'roundelay-1-[a-z2-7]*' host.log)
+do kill -0 $! || { cat host.log; exit 1; }; sleep 0.1; done"""
 JOINS = r"""(mkdir there && cd there && \1 "$printed" && test -z "$(ls)")
 wait $! || { cat host.log; exit 1; }"""
 

@@ -73,7 +73,6 @@ def strike(
 ) -> tuple[float, list[Said]]:
     """Send a signal; return when all had ended, and what they said: the host first."""
     os.kill(process.pid, number)
-    begin = time.monotonic()
     for each in (run.host, *joined):
         each.wait(max(0.1, within_s - (time.monotonic() - begin)))
     took_s = time.monotonic() - begin
@@ -91,8 +90,7 @@ def test_a_machine_that_is_killed_is_told_and_the_run_goes_on_with_others(tmp_pa
     out = tmp_path / "R"
     with nothing_left_behind():
         run, joined = training(tmp_path, "R", "--steps", ENDLESS)
-        took_s, (host, one, two) = strike(run, joined, joined[1], signal.SIGKILL, KILLED_S)
-    print(f"killed machine: told in {took_s:.2f} s")
+        _, (host, one, two) = strike(run, joined, joined[1], signal.SIGKILL, KILLED_S)
     assert (host.code, one.code, two.code) == (1, 1, -signal.SIGKILL)
     for told in (host, one):
         assert [line.startswith("lost: worker-2: ") for line in lost(told)] == [True], told.err
@@ -104,8 +102,7 @@ def test_a_machine_that_is_killed_is_told_and_the_run_goes_on_with_others(tmp_pa
     with nothing_left_behind():
         run, joined = training(tmp_path, "R2", "--steps", ENDLESS, "--from", "began")
         reached = update(tmp_path / "R2")
-        took_s, told = strike(run, joined, run.host, signal.SIGTERM, PATIENCE_S)
-    print(f"host is asked to end: ended in {took_s:.2f} s")
+        _, told = strike(run, joined, run.host, signal.SIGTERM, PATIENCE_S)
     assert "dropped" not in told[0].err
     assert [each.code for each in told[1:]] == [0, 0], told
     assert told[0].code != 0
@@ -129,8 +126,7 @@ def test_a_machine_that_is_killed_is_told_and_the_run_goes_on_with_others(tmp_pa
 def test_a_host_that_is_killed_is_told_by_all(tmp_path: Path) -> None:
     with nothing_left_behind():
         run, joined = training(tmp_path, "R", "--steps", ENDLESS)
-        took_s, (host, *others) = strike(run, joined, run.host, signal.SIGKILL, KILLED_S)
-    print(f"killed host: told in {took_s:.2f} s")
+        _, (host, *others) = strike(run, joined, run.host, signal.SIGKILL, KILLED_S)
     assert [host.code, *(each.code for each in others)] == [-signal.SIGKILL, 1, 1]
     for each in others:
         assert [line.startswith("lost: host: ") for line in lost(each)] == [True], each.err
@@ -141,9 +137,7 @@ def test_a_machine_that_is_stopped_is_told_and_ends_when_it_goes_on(tmp_path: Pa
         run, joined = training(tmp_path, "R", "--steps", ENDLESS, peers=2)
         stopped = joined[0]
         os.kill(stopped.pid, signal.SIGSTOP)
-        begin = time.monotonic()
         run.host.wait(STOPPED_S)
-        print(f"stopped machine: told in {time.monotonic() - begin:.2f} s")
         os.kill(stopped.pid, signal.SIGCONT)
         stopped.wait(STOPPED_S)
         host, one = run.ended(joined)
@@ -161,9 +155,7 @@ def test_ctrl_c_ends_at_once_whoever_waits(tmp_path: Path) -> None:
         time.sleep(1.0)
         for process in (joined[0], run.host):
             os.kill(process.pid, signal.SIGINT)
-            begin = time.monotonic()
             process.wait(TYPED_S)
-            print(f"Ctrl-C: ended in {time.monotonic() - begin:.2f} s")
         said = run.ended(joined)
     assert [each.code for each in said] == [130, 130], said
     assert not any("Traceback" in each.err for each in said), said

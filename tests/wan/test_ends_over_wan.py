@@ -62,7 +62,6 @@ def _cut(bed: Bed, folder: Path) -> None:
         return len(took) == 3
 
     until(all_told, TOLD_S)
-    print(f"cut off: told after {took}")
     codes = [process.wait(PATIENCE_S) for process in processes]
     assert codes == [1, 1, 1]
     for peer, who in ((0, "worker-1"), (1, "host"), (2, "worker-1")):
