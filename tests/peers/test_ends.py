@@ -72,6 +72,7 @@ def strike(
     run: Hosted, joined: Sequence[subprocess.Popen[str]], process: subprocess.Popen[str], number: int, within_s: float
 ) -> tuple[float, list[Said]]:
     """Send a signal; return when all had ended, and what they said: the host first."""
+    begin = time.monotonic()
     os.kill(process.pid, number)
     for each in (run.host, *joined):
         each.wait(max(0.1, within_s - (time.monotonic() - begin)))
