@@ -28,7 +28,7 @@ FILE = re.compile(r"# (\w+\.py)\n")
 KINDS = ("python", "sh", "console", "")
 #: first words of a line that somebody would type, or of one of Python
 TYPED = re.compile(
-    r"^(\$|\S*(make|pip|python3?|torchrun|roundelay(?! action trace)|cp|source|import|from|def)) ", re.MULTILINE
+    r"^(\$|\S*(make|pip|python3?|torchrun|roundelay(?! action trace)|cp|source|import|from(?! \d)|def)) ", re.MULTILINE
 )
 
 EXEMPT = {
