@@ -29,8 +29,8 @@ from roundelay.reference.run_inputs import Named
 from roundelay.schedules import SCHEDULES, actions
 
 Stream = Iterable[tuple[MicroBatch, dict[str, Any]]]
-LINES = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_worker == 1)
-"""Schedules under which every worker has one stage."""
+LINES = sorted(name for name, schedule in SCHEDULES.items() if schedule.stages_per_worker == 1 and name != "free")
+"""Schedules with an order of their own, under which every worker has one stage."""
 
 
 @dataclass

@@ -258,7 +258,7 @@ OPTIONS = (
     ),
     Break(
         "precision bf16, by halves",
-        (Edit("frontend/stage_builder.py", "call=self._lowered(halves.call, device)", "call=halves.call"),),
+        (Edit("frontend/stages/make_segment.py", "call=arithmetic.lowered(halves.call)", "call=halves.call"),),
         (EQUIVALENCE + "test_precision.py::test_it_is_what_plain_pytorch_computes_under_autocast[zb-h1]",),
     ),
     Break(

@@ -96,7 +96,7 @@ def listening(run: Hosted) -> set[str]:
 
 @pytest.mark.timeout(400)
 def test_strangers_at_every_port_are_refused_and_the_run_is_proved_afterwards(tmp_path: Path) -> None:
-    with hosted(tmp_path, 1200) as run:
+    with hosted(tmp_path, 1200, pause_s=0.05) as run:
         for k, invitation in enumerate(run.invitations, 1):
             run.joiners.append(run.join(invitation, f"joiner {k}"))
         run.trains()

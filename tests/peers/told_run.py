@@ -27,7 +27,7 @@ START_S, RUN_S = 120.0, 150.0
 """Seconds that may pass until all have joined, and then until all have ended, on a loaded machine."""
 
 JOB = """
-import torch, roundelay
+import time, torch, roundelay
 from torch import nn
 from sklearn.datasets import load_digits
 
@@ -40,6 +40,7 @@ def job(seed=0):
     def batches(epoch):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(32):
+            time.sleep(PAUSE_S)
             yield x[rows], y[rows]
 
     return roundelay.Job(
@@ -156,9 +157,12 @@ def until(there: Any, seconds: float, run: Hosted) -> None:
 
 
 @contextmanager
-def hosted(folder: Path, steps: int, peers: int = 3, *options: str) -> Iterator[Hosted]:
-    """Host a run, whose invitations are printed and not used yet; whoever is left at the end is killed."""
-    (folder / "job.py").write_text(JOB)
+def hosted(folder: Path, steps: int, peers: int = 3, *options: str, pause_s: float = 0.0) -> Iterator[Hosted]:
+    """Host a run, whose invitations are printed and not used yet; whoever is left at the end is killed.
+
+    Each batch takes `pause_s`, so that a run of so many steps lasts on a fast machine too.
+    """
+    (folder / "job.py").write_text(JOB.replace("PAUSE_S", f"{pause_s}"))
     typed = ["host", "job.py", "--peers", str(peers), "--out", "R", "--steps", str(steps), "--wait-s", "200", *options]
     with (folder / "host.err").open("wb") as err:
         run = Hosted(folder, popen([sys.executable, "-c", TELLS, *typed], folder, err), [])
