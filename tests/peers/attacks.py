@@ -93,6 +93,7 @@ def at_door(address: Address) -> dict[str, str]:
     return {
         "pickle": knocked(address, PICKLE)[1],
         "oversize": knocked(address, bytes(40_000))[1],
+        "another server": send(address, b"", tls=True, server="www.example.org")[0].decode(),
         "wrong method": knocked(address, b"", method=GET)[1],
         "plaintext": send(address, b"GET / HTTP/1.1\r\n\r\n")[0].decode(),
         "bare pickle": send(address, PICKLE)[0].decode(),

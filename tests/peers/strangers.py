@@ -20,6 +20,7 @@ from typing import Any
 from roundelay.membership.roster import Roster, Seat
 from roundelay.peers import knock as knocking
 from roundelay.peers.door import Door, Terms
+from roundelay.peers.gate import Gate
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.knock import Joined, knock
 from roundelay.peers.listener import LOOPBACK
@@ -42,6 +43,7 @@ class Opened:
     """A door, and what is known of it."""
 
     door: Door
+    gate: Gate
     log: RefusalLog
     path: Path
     loop: LoopThread
@@ -72,11 +74,13 @@ class Opened:
 def opened(folder: Path, room: int = 100, listen: Address = (LOOPBACK, 0), **given: Any) -> Iterator[Opened]:
     path, loop, admitted = folder / "refused.jsonl", LoopThread("peers"), list[Seat]()
     log = RefusalLog(path)
-    door = Door(Terms(RUN, OURS, MEMBERS, VERSIONS), Roster((), room), log, loop, listen, admitted.append, **given)
+    gate = Gate(loop, log.refuse, listen)
+    door = Door(Terms(RUN, OURS, MEMBERS, VERSIONS), Roster((), room), log, gate, admitted.append, **given)
     try:
-        yield Opened(door, log, path, loop, admitted)
+        yield Opened(door, gate, log, path, loop, admitted)
     finally:
         door.close()
+        gate.close()
         loop.close()
         log.close()
 
@@ -140,15 +144,17 @@ def _never() -> Iterator[bytes]:
     yield b""
 
 
-def send(address: Address, sent: bytes, tls: bool = False, source: str = LOOPBACK) -> tuple[bytes, float]:
+def send(
+    address: Address, sent: bytes, tls: bool = False, source: str = LOOPBACK, server: str = DOOR_NAME
+) -> tuple[bytes, float]:
     """What comes back for bytes until the other side ends the connection, and after how many seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     began, received = time.monotonic(), b""
     with socket.create_connection(address, 20.0, (source, 0)) as plain:
-        connection = context.wrap_socket(plain) if tls else plain
         try:
+            connection = context.wrap_socket(plain, server_hostname=server) if tls else plain
             connection.sendall(sent)
             while chunk := connection.recv(4096):
                 received += chunk

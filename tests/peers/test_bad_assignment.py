@@ -165,7 +165,7 @@ def test_more_than_a_machine_allows_is_refused_by_its_option() -> None:
 
 def test_the_size_of_messages_comes_from_the_plan() -> None:
     _, reading = read_assignment(honest()[0], RANK, MEMORY)
-    place = place_of(reading, RANK, None, "127.0.0.1", 0)  # type: ignore[arg-type]
+    place = place_of(reading, RANK, None, 0)  # type: ignore[arg-type]
     assert place.data_bytes < 2**21
     assert place.report_bytes < 2**28
 

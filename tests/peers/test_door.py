@@ -67,7 +67,7 @@ def test_who_has_an_invitation_gets_a_certificate_for_its_own_key(tmp_path: Path
             joined = at.join(invitation)
             welcome, own = joined.welcome, joined.credentials
             assert (welcome.run, welcome.seat, welcome.name, welcome.role) == (RUN, 0, "worker-0", BACKUP)
-            assert (welcome.members, welcome.generation, joined.door) == (MEMBERS, 0, at.door.address)
+            assert (welcome.members, welcome.generation, joined.door) == (MEMBERS, 0, at.gate.address)
             assert own.authority == OURS.certificate
             assert is_issued_to(own.certificate, own.authority, own.key)
             assert not is_issued_to(own.certificate, own.authority, new_request()[0])
@@ -87,11 +87,11 @@ def test_the_door_listens_on_loopback_unless_it_is_told_otherwise(tmp_path: Path
         with opened(tmp_path, listen=("0.0.0.0", 0)) as at:
             assert sorted(listening_addresses())[0] == ANY
             assert set(listening_addresses()) - {ANY} <= LOOPBACKS
-            at.join(at.invite(addresses=(("127.0.0.1", at.door.address[1]),)))
+            at.join(at.invite(addresses=(("127.0.0.1", at.gate.address[1]),)))
             with pytest.raises(UsageError, match="none, while the door listens on all"):
                 at.invite()
         with opened(tmp_path, listen=("::1", 0)) as at:
-            assert at.join().door == at.door.address
+            assert at.join().door == at.gate.address
 
     in_child(body)
 
@@ -103,7 +103,7 @@ def test_an_end_leaves_no_thread_and_no_socket(tmp_path: Path) -> None:
         before = open_things()
         with opened(tmp_path) as at:
             at.join()
-            thread = threading.Thread(target=send, args=(at.door.address, b"\x16"))
+            thread = threading.Thread(target=send, args=(at.gate.address, b"\x16"))
             thread.start()
             time.sleep(0.2)
         thread.join(WAIT_S)
@@ -118,8 +118,8 @@ def test_a_door_that_is_closed_amid_calls_ends_them_without_a_word(tmp_path: Pat
     def body() -> None:
         with ThreadPoolExecutor(4) as pool:
             with opened(tmp_path) as at:
-                calls = [pool.submit(call, at.door.address, None) for _ in range(3)]
-                silent = pool.submit(send, at.door.address, b"", tls=True)
+                calls = [pool.submit(call, at.gate.address, None) for _ in range(3)]
+                silent = pool.submit(send, at.gate.address, b"", tls=True)
                 time.sleep(0.5)
             assert [one.result(WAIT_S)[0] for one in calls] == ["UNAVAILABLE"] * 3
             assert silent.result(WAIT_S)[1] < WAIT_S
@@ -131,7 +131,7 @@ def test_an_address_that_cannot_be_listened_on_is_told(tmp_path: Path) -> None:
     def body() -> list[str]:
         with opened(tmp_path) as at:
             told = []
-            for address in (at.door.address, ("203.0.113.7", 0), ("no such host.", 0)):
+            for address in (at.gate.address, ("203.0.113.7", 0), ("no such host.", 0)):
                 with pytest.raises(UsageError, match="listening on") as caught, opened(tmp_path, listen=address):
                     pass
                 told.append(caught.value.got)
@@ -249,7 +249,7 @@ def test_a_request_that_is_wrong_is_refused_and_the_invitation_stays_good(tmp_pa
         with opened(tmp_path) as at:
             invitation = at.invite()
             bad = encode(join_of(invitation.secret, b"-----BEGIN CERTIFICATE REQUEST-----"))
-            assert call(at.door.address, bad)[0] == "let in"
+            assert call(at.gate.address, bad)[0] == "let in"
             assert at.reasons() == [requests.UNREADABLE]
             at.join(invitation)
 
@@ -263,12 +263,12 @@ def test_a_joiner_talks_to_no_other_host_than_the_invitation_says(tmp_path: Path
     def body() -> None:
         (tmp_path / "other").mkdir()
         with opened(tmp_path) as at, opened(tmp_path / "other") as other:
-            wrong = replace(at.invite(), addresses=(other.door.address,))
+            wrong = replace(at.invite(), addresses=(other.gate.address,))
             with pytest.raises(UsageError, match="somebody else answers there"):
                 at.join(wrong)
             assert other.log.counts == Counter()  # the secret was not even sent
-            both = replace(wrong, addresses=(*wrong.addresses, at.door.address))
-            assert at.join(both).door == at.door.address
+            both = replace(wrong, addresses=(*wrong.addresses, at.gate.address))
+            assert at.join(both).door == at.gate.address
 
     in_child(body)
 
@@ -281,7 +281,7 @@ def test_a_joiner_whose_call_reaches_another_than_was_looked_at_says_nothing(
     def body() -> None:
         (tmp_path / "other").mkdir()
         with opened(tmp_path) as at, opened(tmp_path / "other") as other:
-            host, port = other.door.address
+            host, port = other.gate.address
             monkeypatch.setattr(knocking, "_shown", lambda *_: (at.door._certificate, f"ipv4:{host}:{port}"))
             with pytest.raises(WorkerLostError, match="no answer to the call"):
                 knock(at.invite(), 1.0, VERSIONS)
@@ -299,8 +299,8 @@ def test_an_address_where_nobody_answers_is_named_with_what_to_check(tmp_path: P
                 knock(invitation, 0.1, VERSIONS)
             assert "127.0.0.1:9: Connection refused; no-such-host.invalid:4: " in caught.value.got
             assert "TCP port 4 or 9" in caught.value.remedy
-            good = replace(invitation, addresses=(*invitation.addresses, at.door.address))
-            assert knock(good, WAIT_S, VERSIONS).door == at.door.address
+            good = replace(invitation, addresses=(*invitation.addresses, at.gate.address))
+            assert knock(good, WAIT_S, VERSIONS).door == at.gate.address
 
     in_child(body)
 
@@ -355,21 +355,21 @@ def replace_key(good: Welcome) -> Welcome:
 
 
 STRANGERS: dict[str, tuple[Callable[[Opened], Any], str]] = {
-    "plaintext HTTP": (lambda at: send(at.door.address, b"GET / HTTP/1.1\r\n\r\n"), refusals.PLAINTEXT),
-    "garbage": (lambda at: send(at.door.address, b"\x00\xff" * 500), refusals.PLAINTEXT),
-    "pickle": (lambda at: send(at.door.address, b"\x80\x04\x95."), refusals.PLAINTEXT),
-    "broken TLS": (lambda at: send(at.door.address, b"\x16\x03\x01\x00\x20" + b"x" * 32), refusals.BROKEN),
-    "much broken TLS": (lambda at: send(at.door.address, b"\x16\x03\x01\x40\x00" + b"x" * 30_000), refusals.BROKEN),
-    "TLS, then garbage": (lambda at: send(at.door.address, b"garbage" * 20, tls=True), refusals.SILENT),
-    "TLS, then much garbage": (lambda at: send(at.door.address, b"x" * 30_000, tls=True), refusals.SILENT),
-    "too much": (lambda at: call(at.door.address, bytes(10 * MAX_BYTES)), refusals.OVERSIZE),
-    "too much for a message": (lambda at: call(at.door.address, bytes(MAX_BYTES + 1)), refusals.OVERSIZE),
-    "no bytes": (lambda at: call(at.door.address, b""), refusals.UNREADABLE),
-    "other bytes": (lambda at: call(at.door.address, b"\xff" * 40), refusals.UNREADABLE),
-    "pickled": (lambda at: call(at.door.address, b"\x80\x04\x95\x00."), refusals.UNREADABLE),
-    "an unknown field": (lambda at: call(at.door.address, more_fields(at)), refusals.UNREADABLE),
-    "another method": (lambda at: call(at.door.address, b"", "/roundelay.Door/Leave"), refusals.UNKNOWN_METHOD),
-    "a worker's method": (lambda at: call(at.door.address, b"", "/roundelay/Link"), refusals.UNKNOWN_METHOD),
+    "plaintext HTTP": (lambda at: send(at.gate.address, b"GET / HTTP/1.1\r\n\r\n"), refusals.PLAINTEXT),
+    "garbage": (lambda at: send(at.gate.address, b"\x00\xff" * 500), refusals.PLAINTEXT),
+    "pickle": (lambda at: send(at.gate.address, b"\x80\x04\x95."), refusals.PLAINTEXT),
+    "broken TLS": (lambda at: send(at.gate.address, b"\x16\x03\x01\x00\x20" + b"x" * 32), refusals.BROKEN),
+    "much broken TLS": (lambda at: send(at.gate.address, b"\x16\x03\x01\x40\x00" + b"x" * 30_000), refusals.BROKEN),
+    "TLS, then garbage": (lambda at: send(at.gate.address, b"garbage" * 20, tls=True), refusals.SILENT),
+    "TLS, then much garbage": (lambda at: send(at.gate.address, b"x" * 30_000, tls=True), refusals.SILENT),
+    "too much": (lambda at: call(at.gate.address, bytes(10 * MAX_BYTES)), refusals.OVERSIZE),
+    "too much for a message": (lambda at: call(at.gate.address, bytes(MAX_BYTES + 1)), refusals.OVERSIZE),
+    "no bytes": (lambda at: call(at.gate.address, b""), refusals.UNREADABLE),
+    "other bytes": (lambda at: call(at.gate.address, b"\xff" * 40), refusals.UNREADABLE),
+    "pickled": (lambda at: call(at.gate.address, b"\x80\x04\x95\x00."), refusals.UNREADABLE),
+    "an unknown field": (lambda at: call(at.gate.address, more_fields(at)), refusals.UNREADABLE),
+    "another method": (lambda at: call(at.gate.address, b"", "/roundelay.Door/Leave"), refusals.UNKNOWN_METHOD),
+    "a worker's method": (lambda at: call(at.gate.address, b"", "/roundelay/Link"), refusals.UNKNOWN_METHOD),
 }
 TOLD = {
     "too much for a message": ["RESOURCE_EXHAUSTED", refusals.OVERSIZE],
@@ -403,19 +403,19 @@ def test_a_stranger_is_refused_by_a_reason_while_a_joiner_gets_in(who: str, tmp_
 def test_a_plaintext_call_is_refused_and_gets_no_byte(tmp_path: Path) -> None:
     def body() -> None:
         with opened(tmp_path) as at:
-            assert call(at.door.address, b"", root=b"")[0] == "UNAVAILABLE"
+            assert call(at.gate.address, b"", root=b"")[0] == "UNAVAILABLE"
             assert set(at.settled(1)) == {refusals.PLAINTEXT}
-            assert send(at.door.address, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")[0] == b""
+            assert send(at.gate.address, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")[0] == b""
 
     in_child(body)
 
 
 SLOW: tuple[Callable[[Opened], Any], ...] = (
-    lambda at: send(at.door.address, b""),
-    lambda at: send(at.door.address, b"\x16\x03"),
-    lambda at: send(at.door.address, b"", tls=True),
-    lambda at: send(at.door.address, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", tls=True),
-    lambda at: call(at.door.address, None),
+    lambda at: send(at.gate.address, b""),
+    lambda at: send(at.gate.address, b"\x16\x03"),
+    lambda at: send(at.gate.address, b"", tls=True),
+    lambda at: send(at.gate.address, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", tls=True),
+    lambda at: call(at.gate.address, None),
 )
 
 
@@ -439,8 +439,8 @@ def test_whoever_is_slow_is_cut_in_seconds_at_every_step_while_a_joiner_gets_in(
 def test_who_only_looks_at_the_certificate_or_connects_is_not_written_down(tmp_path: Path) -> None:
     def body() -> None:
         with opened(tmp_path) as at:
-            knocking._shown(at.door.address, WAIT_S)
-            listeners.socket.create_connection(at.door.address, WAIT_S).close()
+            knocking._shown(at.gate.address, WAIT_S)
+            listeners.socket.create_connection(at.gate.address, WAIT_S).close()
             at.join()
             assert at.log.counts == Counter()
 
@@ -454,13 +454,13 @@ SHORT = replace(doors.LIMITS, seconds=1.5)
 
 def test_a_flood_of_wrong_secrets_locks_its_network_out_and_nobody_else(tmp_path: Path) -> None:
     def body() -> None:
-        with opened(tmp_path) as at, from_elsewhere(at.door.address, "127.0.0.2") as elsewhere:
+        with opened(tmp_path) as at, from_elsewhere(at.gate.address, "127.0.0.2") as elsewhere:
             invitation, before = at.invite(), threading.Event()
 
             def flood() -> list[Any]:
                 reasons, tries = [], 0
                 while tries < 200:  # a connection lasts seconds: a new one goes on
-                    with calling(elsewhere, None, at.door.address) as channel:
+                    with calling(elsewhere, None, at.gate.address) as channel:
                         asked, request = channel.unary_unary("/roundelay.Door/Join"), new_request()[1]
                         for _ in range(25):
                             received = asked(encode(join_of(new_secret(), request)), timeout=5.0)
@@ -489,7 +489,7 @@ def test_a_crowd_of_one_network_leaves_room_for_a_joiner(tmp_path: Path, monkeyp
 
     def body() -> None:
         with opened(tmp_path) as at, ThreadPoolExecutor(60) as pool:
-            crowd = [pool.submit(send, at.door.address, b"", False, "127.0.0.2") for _ in range(60)]
+            crowd = [pool.submit(send, at.gate.address, b"", False, "127.0.0.2") for _ in range(60)]
             assert at.settled(60 - listeners.MOST_OF_NETWORK) == [refusals.CROWDED] * (60 - listeners.MOST_OF_NETWORK)
             at.join()
             assert [one.result(20.0)[0] for one in crowd] == [b""] * 60
@@ -504,7 +504,7 @@ def test_a_crowd_from_everywhere_is_bounded(tmp_path: Path, monkeypatch: pytest.
 
     def body() -> None:
         with opened(tmp_path) as at, ThreadPoolExecutor(8) as pool:
-            crowd = [pool.submit(send, at.door.address, b"", False, f"127.0.1.{k}") for k in range(1, 9)]
+            crowd = [pool.submit(send, at.gate.address, b"", False, f"127.0.1.{k}") for k in range(1, 9)]
             assert at.settled(5) == [refusals.CROWDED] * 5
             at.join()  # comes again until the slow ones are cut
             assert len([one.result(20.0) for one in crowd]) == 8
@@ -517,7 +517,13 @@ def test_a_crowd_from_everywhere_is_bounded(tmp_path: Path, monkeypatch: pytest.
 
 FIELDS = st.dictionaries(
     st.sampled_from(["roundelay", "torch", "secret", "request", "type"]),
-    st.one_of(st.none(), st.integers(), st.text(max_size=90), st.binary(max_size=40), st.lists(st.booleans())),
+    st.one_of(
+        st.none(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.text(max_size=90),
+        st.binary(max_size=40),
+        st.lists(st.booleans()),
+    ),
 )
 BYTES = st.one_of(st.binary(max_size=80), FIELDS.map(msgspec.msgpack.encode))
 
@@ -541,7 +547,7 @@ def test_any_bytes_are_answered_or_refused_and_the_door_stays_open(tmp_path: Pat
             @settings(max_examples=60)
             @given(BYTES)
             def knock_with(received: bytes) -> None:
-                codes[call(at.door.address, received, root=at.door._certificate)[0]] += 1
+                codes[call(at.gate.address, received, root=at.door._certificate)[0]] += 1
 
             knock_with()
             at.join()

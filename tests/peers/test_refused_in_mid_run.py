@@ -16,9 +16,11 @@ from roundelay.membership import roster
 from roundelay.peers import members, refusals
 from roundelay.peers.listener import LOOPBACK
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.member_store import HOST_NAME, MemberStore
+from roundelay.peers.member_store import MemberStore
+from roundelay.peers.members import HOST_NAME
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import grpc_stream
+from roundelay.trust.certificates import domain_of
 from tests.peers.attacks import GET, LINK, Port, at_door, frames, hello, strangers
 from tests.peers.strangers import WAIT_S, in_child
 from tests.peers.told_run import RUN_S, Hosted, hosted, popen
@@ -51,6 +53,7 @@ AT_DOOR = {
     "pickle": refusals.UNREADABLE,
     "oversize": refusals.OVERSIZE,
     "wrong method": refusals.UNKNOWN_METHOD,
+    "another server": refusals.UNKNOWN_SERVICE,
     "plaintext": refusals.PLAINTEXT,
     "bare pickle": refusals.PLAINTEXT,
 }
@@ -67,7 +70,8 @@ def ports(run: Hosted) -> dict[str, Port]:
     found = {"members": Port(run.members(), HOST_NAME, GET, b"data 0 worker-0", 1)}
     for kind, server, caller in (("data", 0, 1), ("reports", 0, 2), ("news", 0, 1), ("data", 1, 2)):
         host, _, port = store.get(f"{kind} 0 worker-{server}", WAIT_S).rpartition(":")
-        found[f"{kind} of {server}"] = Port((host, int(port)), f"worker-{server}", LINK, hello(caller), caller)
+        name = f"{kind}-0.{domain_of(f'worker-{server}')}"
+        found[f"{kind} of {server}"] = Port((host, int(port)), name, LINK, hello(caller), caller)
     store.close()
     loop.close()
     return found
@@ -89,7 +93,7 @@ def written(run: Hosted) -> list[str]:
 
 
 def listening(run: Hosted) -> set[str]:
-    """The addresses at which the machines listen."""
+    """The addresses at which the machines listen; strangers reach those of one port of each."""
     found = [at for own in (run.host, *run.joiners) for at in psutil.Process(own.pid).net_connections("inet")]
     return {at.laddr.ip.removeprefix("::ffff:") for at in found if at.status == psutil.CONN_LISTEN}
 

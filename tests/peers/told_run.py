@@ -66,7 +66,7 @@ def told(*given):
 
 def told_members(*given):
     members = Members(*given)
-    open("members", "w").write("{} {}".format(*members.address))
+    open("members", "w").write("{} {}".format(*given[1].address))
     return members
 
 Members, host_command.Members = host_command.Members, told_members

@@ -41,14 +41,18 @@ def test_a_request_is_signed_for_its_key_under_the_name_and_role_that_the_host_s
     private = serialization.load_pem_private_key(key, None)
     assert certificate.public_key() == private.public_key()
     assert b"PRIVATE" not in request
-    assert names_of(OURS.sign(request, "worker-3", BACKUP)) == [b"worker-3", b"roundelay://role/backup"]
+    assert names_of(OURS.sign(request, "worker-3", BACKUP)) == [
+        b"worker-3",
+        b"*.worker-3.roundelay",
+        b"roundelay://role/backup",
+    ]
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
 def test_what_a_request_says_of_its_owner_is_ignored() -> None:
     wanted = x509.DNSName("worker-0"), x509.UniformResourceIdentifier("roundelay://role/host")
     signed = OURS.sign(request_with(ec.generate_private_key(ec.SECP256R1()), *wanted), "worker-1")
-    assert names_of(signed) == [b"worker-1", b"roundelay://role/worker"]
+    assert names_of(signed) == [b"worker-1", b"*.worker-1.roundelay", b"roundelay://role/worker"]
     assert x509.load_pem_x509_certificate(signed).subject.rfc4514_string() == "CN=worker-1"
 
 

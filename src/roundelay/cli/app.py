@@ -34,7 +34,7 @@ from roundelay.cli.check_options import (
 )
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
-from roundelay.cli.host_options import HostOptions, Listen, check_hosted
+from roundelay.cli.host_options import Advertise, HostOptions, Listen, check_hosted
 from roundelay.cli.loading import load
 from roundelay.cli.output_streams import lost
 from roundelay.cli.screen import only_json, show_error, stderr
@@ -214,6 +214,7 @@ def host(
 def join(
     invitation: Annotated[str, typer.Argument(help="The line that the host has printed for this machine.")],
     listen: Listen = None,
+    advertise: Advertise = None,
     memory_limit: Annotated[
         int | None,
         typer.Option(help="Bytes that this machine's part may need. [default: 0.8 of what is free]", min=1),
@@ -224,7 +225,7 @@ def join(
     o.refuse_launcher("join")
     choose_arithmetic(arithmetic)
     SIGNALS.join()
-    return int(load("cli.join_command").join_command(invitation, listen, memory_limit))
+    return int(load("cli.join_command").join_command(invitation, listen, advertise, memory_limit))
 
 
 @app.command("report", epilog="Example: `roundelay report runs/latest -o report.html`")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import final
@@ -17,7 +16,7 @@ import torch
 
 from roundelay import __version__
 from roundelay.cli.changed_by_job import PathResolver
-from roundelay.cli.host_options import HostOptions, address_of
+from roundelay.cli.host_options import HostOptions, address_of, advertised_of
 from roundelay.cli.options import RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import show_json, show_lost, stderr
@@ -33,11 +32,11 @@ from roundelay.membership.roster import Roster, Seat
 from roundelay.observe.run_folder import check_vacant
 from roundelay.peers import members, refusals
 from roundelay.peers.door import Door, Terms
-from roundelay.peers.listener import member_front
+from roundelay.peers.gate import Gate
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.member_store import HOST_NAME
-from roundelay.peers.members import Members
+from roundelay.peers.members import HOST_NAME, Members
 from roundelay.peers.messages import Versions
+from roundelay.peers.reach import unreached
 from roundelay.peers.refusals import RefusalLog
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
@@ -63,8 +62,8 @@ from roundelay.session.offer import (
 from roundelay.session.stop_condition import Length
 from roundelay.transport import grpc_stream
 from roundelay.transport.grpc_stream import name_of
-from roundelay.trust.authority import HOST, Authority, new_authority
-from roundelay.trust.invitation import new_run
+from roundelay.trust.authority import HOST, Authority, Credentials, new_authority
+from roundelay.trust.invitation import address_text, new_run
 
 RULE = "ravnest"
 """The default: no machine waits for another's turn."""
@@ -96,7 +95,7 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         options: of the run.
         as_json: print one JSON object at the end, and each invitation as one before.
     """
-    listen = address_of(options.listen)
+    address_of(options.listen), advertised_of(options.advertise)
     paths, run = PathResolver(), options.of_run()
     if run.out is not None:
         check_vacant(run.out)
@@ -115,11 +114,11 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
     prepared = prepare(planned, run, paths.of(RUNS), None, quiet=as_json)
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
-        waiting = _open(prepared, options, listen, stack)
+        waiting = _open(prepared, options, stack)
         offers = _offers(waiting, options)
         if facts is not None:
             prepared = _replanned(prepared, facts, asked, offers, run)
-        group = _assigned(prepared, waiting, listen[0], options.peers)
+        group = _assigned(prepared, waiting, options.peers)
         with _telling_loss(group):
             summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
     if as_json:
@@ -146,12 +145,16 @@ class _Waiting:
 
     Args:
         authority: of the run.
+        own: credentials of the host.
+        gate: the port of this machine.
         texts: the members' service.
         came: the seats that are given.
         refuse: called with a peer and why it was refused.
     """
 
     authority: Authority
+    own: Credentials
+    gate: Gate
     texts: Members
     came: SimpleQueue[Seat]
     refuse: Callable[[str, str], None]
@@ -164,7 +167,7 @@ def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
     return collect_facts(source, precision=plan.precision, threads=sorted({1, plan.threads}))
 
 
-def _open(prepared: Prepared, options: HostOptions, listen: tuple[str, int], stack: ExitStack) -> _Waiting:
+def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> _Waiting:
     """Open the door, and invite."""
     run = new_run()
     authority = new_authority(f"roundelay-{run}", datetime.now(UTC), VALID)
@@ -173,17 +176,19 @@ def _open(prepared: Prepared, options: HostOptions, listen: tuple[str, int], sta
     stack.callback(log.close)
     loop = LoopThread("peers")
     stack.callback(loop.close)
-    texts = Members(own, loop, (listen[0], 0), log.refuse)
+    gate = Gate(loop, log.refuse, address_of(options.listen), advertised_of(options.advertise))
+    stack.callback(gate.close)
+    texts = Members(own, gate, log.refuse)
     stack.callback(texts.close)
     came: SimpleQueue[Seat] = SimpleQueue()
-    terms = Terms(run, authority, (texts.address,), Versions(__version__, torch.__version__), GENERATION)
-    door = Door(terms, Roster((), options.peers - 1), log, loop, listen, came.put)
+    terms = Terms(run, authority, (gate.address,), Versions(__version__, torch.__version__), GENERATION)
+    door = Door(terms, Roster((), options.peers - 1), log, gate, came.put)
     stack.callback(door.close)
     expiry = int(time.time() + options.wait_s) + 1
     for worker in range(1, options.peers):
         texts.leave(name_of(worker), PROBE, bytes(PROBE_BYTES))
         _invite(door.invite(name_of(worker), expiry).text(), worker)
-    return _Waiting(authority, texts, came, log.refuse)
+    return _Waiting(authority, own, gate, texts, came, log.refuse)
 
 
 def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
@@ -196,10 +201,12 @@ def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
     own = own_offer(int(SHARE * psutil.virtual_memory().available))
     _wait(waiting.came, options)
     found, refused = [own], dict[str, str]()
-    for name in map(name_of, range(1, options.peers)):
+    for worker in range(1, options.peers):
+        name = name_of(worker)
         offer = Offer.parse(waiting.texts.get(f"{OFFER} {name}", OFFER_S), name)
         found.append(offer)
-        refused |= {name: why} if (why := refusal(own, offer)) else {}
+        why = refusal(own, offer) or (_unreached(waiting, name, offer) if worker < options.peers - 1 else "")
+        refused |= {name: why} if why else {}
         rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
         speed = f"{own.probe_s / offer.probe_s:.2f} times as fast as this machine"
         stderr.print(f"{name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.", markup=False)
@@ -211,10 +218,19 @@ def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
         raise UsageError(
             name,
             got=why,
-            expected="machines that compute the same bits",
-            remedy="Host the run again with --arithmetic avx2, and let all join with it.",
+            expected="machines that compute the same bits, and that others reach",
+            remedy="Host the run again.",
         )
     return found
+
+
+def _unreached(waiting: _Waiting, name: str, offer: Offer) -> str:
+    """Why the machine with the next stage will not reach this one; empty if it will."""
+    why = unreached(offer.address, name, waiting.own, waiting.gate.loop)
+    return why and (
+        f"others do not reach it at {address_text(offer.address)}: {why}; join with --listen ADDRESS:PORT, of this "
+        "machine, and let that TCP port in, or take the last invitation, whose machine nobody has to reach"
+    )
 
 
 def _replanned(
@@ -237,7 +253,7 @@ def _stage_text(stage: StagePlan) -> str:
     return f"{stage.workers[0]} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
 
 
-def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> PeerGroup:
+def _assigned(prepared: Prepared, waiting: _Waiting, peers: int) -> PeerGroup:
     """Leave for each machine what it is assigned."""
     session, optimizer = prepared.session, optimizer_of(prepared.session)
     for worker in range(1, peers):
@@ -252,8 +268,8 @@ def _assigned(prepared: Prepared, waiting: _Waiting, host: str, peers: int) -> P
                 expected="a machine that takes the part that it is assigned",
                 remedy="Host the run again without it, or with another part for it.",
             )
-    place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), host, GENERATION)
-    return PeerGroup(place, waiting.texts, Guard(waiting.refuse, partial(member_front, waiting.refuse)))
+    place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), GENERATION)
+    return PeerGroup(place, waiting.texts, Guard(waiting.refuse, waiting.gate))
 
 
 def _invite(text: str, worker: int) -> None:

@@ -12,14 +12,26 @@ import typer
 from roundelay.cli import options as o
 from roundelay.errors import UsageError
 from roundelay.planner.plan_options import Choices
+from roundelay.trust.invitation import is_host
 
 LOOPBACK = "127.0.0.1"
 
 Listen = Annotated[
     str | None,
     typer.Option(
-        help="Address, or ADDRESS:PORT, of this machine at which the others reach it. [default: 127.0.0.1, which "
-        "nobody outside of this machine does]",
+        help="Address, or ADDRESS:PORT, of this machine on which it listens; one TCP port is all that a firewall must "
+        "let in. [default: 127.0.0.1, which nobody outside of this machine reaches]",
+        metavar="A[:P]",
+        show_default=False,
+    ),
+]
+
+
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        help="Address or name, or ADDRESS:PORT, at which the others reach this machine, where that is another one: of "
+        "a router that passes the port on.",
         metavar="A[:P]",
         show_default=False,
     ),
@@ -32,6 +44,7 @@ class HostOptions:
 
     peers: Annotated[int, typer.Option(help="Machines that train, this one included.", min=2, max=64)]
     listen: Listen = None
+    advertise: Advertise = None
     wait_s: Annotated[
         float, typer.Option(help="Seconds in which all must have joined; then their invitations expire.", min=1)
     ] = 3600.0
@@ -72,10 +85,7 @@ def address_of(listen: str | None) -> tuple[str, int]:
     Raises:
         UsageError: it is no address of one machine.
     """
-    text = LOOPBACK if listen is None else listen.strip()
-    host, colon, port = (text, "", "0") if text.count(":") > 1 and not text.startswith("[") else text.rpartition(":")
-    host, port = (host, port) if colon else (text, "0")
-    host = host.removeprefix("[").removesuffix("]")
+    host, port = _parts(LOOPBACK if listen is None else listen.strip())
     try:
         number = ipaddress.ip_address(host)
         if port.isdecimal() and int(port) < 2**16 and not number.is_unspecified and not number.is_multicast:
@@ -88,6 +98,33 @@ def address_of(listen: str | None) -> tuple[str, int]:
         expected="an address of this machine at which the others reach it, such as 192.168.1.20 or 192.168.1.20:7700",
         remedy="`ip -brief address` shows the addresses of this machine.",
     )
+
+
+def advertised_of(text: str | None) -> tuple[str, int] | None:
+    """The address or name, and the port, 0 for that on which this machine listens, where others reach it.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if text is None:
+        return None
+    host, port = _parts(text.strip())
+    if port.isdecimal() and int(port) < 2**16 and is_host(host):
+        return host, int(port)
+    raise UsageError(
+        "--advertise",
+        got=repr(text),
+        expected="an address or a name at which the others reach this machine, such as 203.0.113.7:7700 or "
+        "pc.example.org",
+        remedy="Give that of the router that passes the port on to this machine; leave it out if there is none.",
+    )
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Host and port of a text; 0 if it has none."""
+    host, colon, port = (text, "", "0") if text.count(":") > 1 and not text.startswith("[") else text.rpartition(":")
+    host, port = (host, port) if colon else (text, "0")
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def check_hosted(choices: Choices) -> None:

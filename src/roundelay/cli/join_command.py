@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,20 +13,20 @@ import psutil
 import torch
 
 from roundelay import __version__
-from roundelay.cli.host_options import LOOPBACK, address_of
+from roundelay.cli.host_options import address_of, advertised_of
 from roundelay.cli.memory_bound import bounded_memory
 from roundelay.cli.screen import stderr
 from roundelay.errors import RoundelayError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
 from roundelay.launching.peer_group import Guard, PeerGroup
-from roundelay.launching.process_group import neighbours
 from roundelay.launching.stop_watchdog import start_watchdog
+from roundelay.peers.gate import Gate
 from roundelay.peers.knock import Joined, knock
-from roundelay.peers.listener import member_front
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.member_store import MemberStore
 from roundelay.peers.messages import Versions
+from roundelay.peers.reach import Reach
 from roundelay.peers.refusals import RefusalLines
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
@@ -53,26 +53,35 @@ SHARE = 0.8
 """Of the memory that is free, what a run may need by default."""
 
 
-def join_command(invitation: str, listen: str | None, memory_limit: int | None) -> int:
+def join_command(invitation: str, listen: str | None, advertise: str | None, memory_limit: int | None) -> int:
     """Join a run; returns the exit code.
 
     Args:
         invitation: the text.
-        listen: address at which other machines reach this one.
+        listen: address and port on which this machine listens.
+        advertise: where other machines reach it, if not there.
         memory_limit: bytes that this machine's part may need; by default most of what is free.
     """
-    own = address_of(listen)[0]
+    own, elsewhere, given = address_of(listen), advertised_of(advertise), Invitation.parse(invitation)
     memory = int(SHARE * psutil.virtual_memory().available) if memory_limit is None else memory_limit
-    joined = knock(Invitation.parse(invitation), KNOCK_S, Versions(__version__, torch.__version__))
+    refuse = RefusalLines(lambda line: stderr.print(line, markup=False)).refuse
+    with ExitStack() as stack:
+        loop = LoopThread("peers")
+        stack.callback(loop.close)
+        gate = Gate(loop, refuse, own, elsewhere)
+        stack.callback(gate.close)
+        return _joined(given, gate, memory, refuse)
+
+
+def _joined(invitation: Invitation, gate: Gate, memory: int, refuse: Callable[[str, str], None]) -> int:
+    joined = knock(invitation, KNOCK_S, Versions(__version__, torch.__version__))
     welcome = joined.welcome
     stderr.print(f"Joined run {welcome.run} as {welcome.name}, with up to {bytes_text(memory)}.", markup=False)
     with bounded_memory(memory), ExitStack() as stack:
-        loop = LoopThread("peers")
-        stack.callback(loop.close)
-        store = _store(joined, loop)
+        store = _store(joined, gate.loop)
         stack.callback(store.close)
         rank = welcome.seat + 1
-        _offer(store, welcome.name, memory)
+        _offer(store, joined, memory, gate)
         refusing = stack.enter_context(ExitStack())
         refusing.push(partial(_tell, store, f"{READY} {welcome.name}"))
         assignment, reading = read_assignment(store.take(ASSIGNMENT, MOST_BYTES, ASSIGN_S), rank, memory)
@@ -80,12 +89,10 @@ def join_command(invitation: str, listen: str | None, memory_limit: int | None) 
         stages = " and ".join(map(str, plan.stages_of(rank)))
         stderr.print(f"Assigned stage {stages} of {plan.num_stages}; rule {plan.rule}.", markup=False)
         task = task_of(assignment, reading, store.take(STATE, memory, ASSIGN_S))
-        _check_reachable(joined, own, max(neighbours(task.works[rank].program), default=0) > rank)
         refusing.pop_all()
         store.put(f"{READY} {welcome.name}", "")
-        place = place_of(reading, rank, joined.credentials, own, welcome.generation)
-        refuse = RefusalLines(lambda line: stderr.print(line, markup=False)).refuse
-        group = PeerGroup(place, store, Guard(refuse, partial(member_front, refuse)))
+        place = place_of(reading, rank, joined.credentials, welcome.generation)
+        group = PeerGroup(place, store, Guard(refuse, gate))
         use, _ = fetched_use(group)
         task = replace(task, states=use)
         with deterministic(plan.deterministic, threads=plan.threads):
@@ -123,22 +130,25 @@ def _tell(store: MemberStore, name: str, kind: object, error: BaseException | No
             store.put(name, str(error)[:MOST_WORDS])
 
 
-def _offer(store: MemberStore, name: str, memory: int) -> None:
+def _offer(store: MemberStore, joined: Joined, memory: int, gate: Gate) -> None:
     """Say what this machine offers.
 
     Raises:
         UsageError: the host refuses it.
     """
     rtt_s, bytes_per_s = store.link(PROBE, PROBE_BYTES, LINK_S)
-    offer = own_offer(memory, rtt_s, bytes_per_s)
+    name, reach = joined.welcome.name, Reach(joined.credentials, joined.welcome.name, gate)
+    offer = own_offer(memory, rtt_s, bytes_per_s, gate.address)
     store.put(f"{OFFER} {name}", offer.text())
     rate = f"{8e-6 * bytes_per_s:,.0f} Mbit/s and {1e3 * rtt_s:.3g} ms to the host"
     stderr.print(f"Measured: {rate}; waiting for the others.", markup=False)
-    if why := store.take(VERDICT, MOST_WORDS, ASSIGN_S).decode(errors="replace"):
+    why = store.take(VERDICT, MOST_WORDS, ASSIGN_S).decode(errors="replace")
+    reach.close()
+    if why:
         raise UsageError(
             "this machine in the run",
             got=why,
-            expected="one that computes the same bits as the host",
+            expected="one that computes the same bits as the host, and that others reach",
             remedy="Then ask for a new invitation.",
         )
 
@@ -148,20 +158,3 @@ def _store(joined: Joined, loop: LoopThread) -> MemberStore:
     host = joined.door[0]
     ports = [port for _, port in joined.welcome.members]
     return MemberStore((host, ports[0]), joined.credentials, joined.welcome.name, loop)
-
-
-def _check_reachable(joined: Joined, own: str, serves: bool) -> None:
-    """Refuse to listen on loopback only where a machine on another host has to reach this one.
-
-    Raises:
-        UsageError: it is so.
-    """
-    here = socket.gethostbyname(joined.door[0]).startswith("127.")
-    if serves and own == LOOPBACK and not here:
-        raise UsageError(
-            "--listen",
-            got=f"none, so that nobody outside of this machine reaches {LOOPBACK}",
-            expected="an address at which the machine with the next stage reaches this one",
-            remedy="Ask for a new invitation, and give --listen ADDRESS; `ip -brief address` shows those of this "
-            "machine.",
-        )

@@ -45,7 +45,6 @@ class Place:
         rank: number of its worker.
         size: how many there are.
         credentials: by which it proves who it is.
-        host: the address at which it serves others.
         generation: of the run.
         data_bytes: most that a message between workers may have.
         report_bytes: most that a message of a report may have.
@@ -54,7 +53,6 @@ class Place:
     rank: int
     size: int
     credentials: Credentials
-    host: str
     generation: int
     data_bytes: int
     report_bytes: int
@@ -66,11 +64,11 @@ class Guard(NamedTuple):
 
     Args:
         refuse: called with whom they refuse, and one of :data:`roundelay.transport.grpc_stream.REASONS`.
-        front: makes what listens before one of them, and refuses those who do not prove who they are.
+        front: listens before them, and refuses those who do not prove who they are.
     """
 
     refuse: Callable[[str, str], None]
-    front: Callable[[], Front]
+    front: Front
 
 
 @final
@@ -206,5 +204,6 @@ class PeerGroup(ProcessGroup):
     def _open(self, name: str, deadline_s: float, partners: Sequence[int], most_bytes: int) -> Endpoint:
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
-        member = Member(own.credentials, meeting, own.generation, own.host, SILENT_MS, *self._guard)
+        service = f"{name}-{self.restart}"
+        member = Member(own.credentials, meeting, own.generation, service, SILENT_MS, *self._guard)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

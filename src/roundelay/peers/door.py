@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from typing import Any, final
 from roundelay.errors import UsageError
 from roundelay.membership.roster import Attempt, Roster, Seat, admit, invited, seat_for
 from roundelay.peers import refusals
+from roundelay.peers.gate import Gate
 from roundelay.peers.import_grpc import import_grpc
-from roundelay.peers.listener import LOOPBACK, Limits, Listener, Visit
-from roundelay.peers.loop_thread import LoopThread
+from roundelay.peers.listener import LOOPBACK, Limits, Service, Visit
 from roundelay.peers.messages import (
     DOOR_NAME,
     JOIN_S,
@@ -85,38 +84,32 @@ class Door:
         terms: of the run; may be replaced while the door is open.
         roster: the seats; invitations may be added later.
         log: of refusals.
-        loop: where it runs.
-        listen: address and port; 0 is any free port. Nobody outside of this machine reaches loopback.
+        gate: the port of this machine, in whose loop it runs.
         admitted: is called in the loop's thread with each seat that is given, again if it is given again to its owner.
             It must not block.
         valid: how long the door's certificate is valid.
 
     Raises:
-        UsageError: a package is not installed, or the address cannot be listened on.
+        UsageError: a package is not installed.
     """
 
     terms: Terms
-
-    address: Address
-    """Where it listens."""
 
     def __init__(
         self,
         terms: Terms,
         roster: Roster,
         log: RefusalLog,
-        loop: LoopThread,
-        listen: Address = (LOOPBACK, 0),
+        gate: Gate,
         admitted: Callable[[Seat], None] = lambda seat: None,
         valid: timedelta = timedelta(days=30),
     ) -> None:
         self.terms = terms
-        self._roster, self._log, self._loop, self._admitted = roster, log, loop, admitted
+        self._roster, self._log, self._gate, self._admitted = roster, log, gate, admitted
         self._lock = threading.Lock()
         self._key, self._certificate = self_signed(DOOR_NAME, datetime.now(UTC), valid)
-        self._listener = Listener(LIMITS, log.refuse)
         self._grpc: Any = import_grpc()
-        self.address = loop.run(self._open(listen), JOIN_S)
+        gate.loop.run(self._open(), JOIN_S)
 
     @property
     def roster(self) -> Roster:
@@ -136,48 +129,44 @@ class Door:
         Args:
             name: in the certificate of its owner.
             expiry: UTC, in seconds since 1970.
-            addresses: where others reach this door; by default where it listens.
+            addresses: where others reach this door; by default where the gate says.
             role: in the certificate of its owner.
 
         Raises:
-            UsageError: no address is given, and the door listens on all of this machine.
+            UsageError: no address is given, and the gate listens on all of this machine.
         """
-        if not addresses and ipaddress.ip_address(self.address[0]).is_unspecified:
-            raise _nowhere(self.address)
+        if not addresses and self._gate.everywhere:
+            raise _nowhere(self._gate.address)
         fingerprint = fingerprint_of(self._certificate)
         with self._lock:
             number = len(self._roster.seats)
-            at = addresses or (self.address,)
+            at = addresses or (self._gate.address,)
             invitation = Invitation(at, self.terms.run, fingerprint, new_secret(), expiry, number)
             self._roster = invited(self._roster, seat_for(invitation, name, role))
         return invitation
 
     def close(self) -> None:
-        """Stop listening, and cut what is connected."""
-        self._loop.run(self._close(), JOIN_S)
+        """Let nobody in any more, and cut what is connected."""
+        self._gate.loop.run(self._close(), JOIN_S)
 
     # --- the loop's thread
 
-    async def _open(self, listen: Address) -> Address:
+    async def _open(self) -> None:
         grpc = self._grpc
         self._server = grpc.aio.server(options=[*_OPTIONS.items()])
         self._server.add_generic_rpc_handlers((_handler(grpc, self._join, self._unknown),))
         shown = grpc.ssl_server_credentials([(self._key, self._certificate)])
         port = self._server.add_secure_port(f"{LOOPBACK}:0", shown)
         await self._server.start()
-        try:
-            return await self._listener.open(listen, port)
-        except UsageError:
-            await self._server.stop(None)
-            raise
+        self._gate.listener.serve(DOOR_NAME, Service(port, LIMITS))
 
     async def _close(self) -> None:
-        await self._listener.close()
+        await self._gate.listener.leave(DOOR_NAME)
         await self._server.stop(GRACE_S)  # calls end with their connections
 
     async def _join(self, _: object, context: Any) -> None:
         """Answer one call; whatever is no Join is refused as gRPC refuses."""
-        visit, code = self._listener.visit_of(context.peer()), self._grpc.StatusCode
+        visit, code = self._gate.listener.visit_of(context.peer()), self._grpc.StatusCode
         try:
             received = await asyncio.wait_for(context.read(), JOIN_S)
         except TimeoutError:
@@ -193,7 +182,7 @@ class Door:
             await context.write(encode(self._answer(join, visit)))
 
     async def _unknown(self, _: object, context: Any) -> None:
-        visit = self._listener.visit_of(context.peer())
+        visit = self._gate.listener.visit_of(context.peer())
         await self._abort(context, visit, self._grpc.StatusCode.UNIMPLEMENTED, refusals.UNKNOWN_METHOD)
 
     async def _abort(self, context: Any, visit: Visit, code: Any, reason: str) -> None:

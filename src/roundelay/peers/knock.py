@@ -31,7 +31,7 @@ from roundelay.peers.messages import (
 )
 from roundelay.trust.authority import Credentials
 from roundelay.trust.certificates import is_issued_to, validity_of
-from roundelay.trust.invitation import Address, Invitation, fingerprint_of
+from roundelay.trust.invitation import Address, Invitation, address_text, fingerprint_of
 from roundelay.trust.request import new_request
 
 PAUSE_S = 0.5
@@ -81,7 +81,7 @@ def knock(invitation: Invitation, deadline_s: float, versions: Versions) -> Join
             shown, reached = _shown(address, left)
             if fingerprint_of(shown) != invitation.fingerprint:
                 raise _Unanswered(_ANOTHER)
-            _check_clock(shown, f"certificate of the host at {_text(address)}")
+            _check_clock(shown, f"certificate of the host at {address_text(address)}")
             answer = _call(reached, shown, join, left)
         except (OSError, EOFError, _Unanswered) as error:
             heard[address] = _reason(error)
@@ -109,11 +109,14 @@ def _shown(address: Address, timeout_s: float) -> tuple[bytes, str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])  # else gRPC ends the connection, which the door takes for a stranger's
-    with socket.create_connection(address, timeout_s) as plain, context.wrap_socket(plain) as secured:
+    with (
+        socket.create_connection(address, timeout_s) as plain,
+        context.wrap_socket(plain, server_hostname=DOOR_NAME) as secured,
+    ):
         shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"").encode()
         kind = "ipv6" if secured.family == socket.AF_INET6 else "ipv4"
         host, port = secured.getpeername()[:2]
-        return shown, f"{kind}:{_text((host, port))}"
+        return shown, f"{kind}:{address_text((host, port))}"
 
 
 def _check_clock(certificate: bytes, subject: str) -> None:
@@ -160,7 +163,9 @@ def _joined(invitation: Invitation, address: Address, key: bytes, own: Versions,
     expected = answer and (answer.run, answer.seat) == (invitation.run, invitation.seat)
     if answer is None or not expected or not is_issued_to(answer.certificate, answer.authority, key):
         remedy = "Run the version of Roundelay that the host runs."
-        raise _refused(_text(address), "an answer that does not fit the invitation or this machine's key", remedy)
+        raise _refused(
+            address_text(address), "an answer that does not fit the invitation or this machine's key", remedy
+        )
     _check_clock(answer.certificate, "certificate of this machine")
     return Joined(Credentials(answer.authority, answer.certificate, key), answer, address)
 
@@ -187,7 +192,7 @@ def _refusal(address: Address, refusal: Refusal, own: Versions) -> UsageError:
             remedy=f"Install the host's version of {package} here; the invitation can still be used.",
         )
     remedy = REMEDIES.get(refusal.reason, "Run the version of Roundelay that the host runs.")
-    return _refused(_text(address), refusal.reason, remedy)
+    return _refused(address_text(address), refusal.reason, remedy)
 
 
 def _refused(host: str, reason: str, remedy: str) -> UsageError:
@@ -204,7 +209,7 @@ def _reason(error: Exception) -> str:
 
 def _unheard(invitation: Invitation, heard: dict[Address, str], deadline_s: float) -> RoundelayError:
     """The error when the host has not answered at any address."""
-    got = "; ".join(f"{_text(address)}: {reason}" for address, reason in heard.items())
+    got = "; ".join(f"{address_text(address)}: {reason}" for address, reason in heard.items())
     if _ANOTHER in heard.values():
         return UsageError(
             "host of the invitation",
@@ -220,8 +225,3 @@ def _unheard(invitation: Invitation, heard: dict[Address, str], deadline_s: floa
         remedy=f"Check that the host still waits, listens on an address that this machine reaches, and that firewalls "
         f"and routers on its side let TCP port {ports} in.",
     )
-
-
-def _text(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,9 @@
-"""Listens before a gRPC server, which does not report what fails below a call, and passes on what looks like TLS.
+"""The one port of a machine: listens before its gRPC servers, and passes each connection on to the one it asks for.
 
-It bounds the number of connections, in all and of one network, how long one may last and how much may come over it, and
-reports each connection that the server cuts before it has answered or refused a call. Bytes pass unread: it has no key.
-Who has proved to the server who it is may stay: nothing of this bounds it any more.
+TLS names the server that is wanted before anything is encrypted. Bytes pass unread: this has no key. It bounds the
+number of connections, in all and of one network, how long one may last and how much may come over it. gRPC does not
+report what fails below a call, so this does: each connection that the server cuts before it has answered or refused a
+call. Who has proved to the server who it is may stay: nothing of this bounds it any more.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
@@ -19,6 +21,7 @@ from typing import final
 from roundelay.errors import UsageError
 from roundelay.membership.roster import network_of
 from roundelay.peers import refusals
+from roundelay.peers.server_name import server_name
 from roundelay.trust.invitation import Address
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +31,9 @@ MOST, MOST_OF_NETWORK = 64, 16
 
 FORGET_S = 2.0
 """Seconds that a connection that has ended is remembered: the server may still be about to read from it."""
+
+HELLO_S, HELLO_BYTES = 5.0, 16 * 1024
+"""Seconds and bytes in which a connection must name the server that it wants."""
 
 _HANDSHAKE = 0x16  # first byte of a record of TLS that carries a handshake
 _CHUNK_BYTES, _STAYING_BYTES = 4096, 2**18
@@ -42,6 +48,7 @@ class Visit:
     Args:
         address: from where it comes.
         port: the port there.
+        service: the one that it has asked for; None until it has.
         settled: whether a call was answered or refused.
         greeted: whether the server has taken up TLS.
         refused: why the connection was cut by the listener; empty if it was not.
@@ -51,6 +58,7 @@ class Visit:
 
     address: str
     port: int
+    service: Service | None = None
     settled: bool = False
     greeted: bool = False
     refused: str = ""
@@ -80,40 +88,63 @@ class Limits:
 
 
 @final
-class Listener:
-    """Accepts connections, and passes each on to a port of this host. Its methods belong to one event loop.
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server behind the port.
 
     Args:
-        limits: of a connection.
+        port: where it listens on loopback.
+        limits: of a connection to it.
+    """
+
+    port: int
+    limits: Limits
+
+
+@final
+class Listener:
+    """Accepts connections, and passes each on to a server of this machine. Its methods belong to one event loop.
+
+    Args:
         refuse: is called with the peer and one of :data:`roundelay.peers.refusals.DOOR_REASONS`.
     """
 
-    def __init__(self, limits: Limits, refuse: Callable[[str, str], None]) -> None:
-        self._limits, self._refuse = limits, refuse
+    address: Address
+    """Where it listens."""
+
+    def __init__(self, refuse: Callable[[str, str], None]) -> None:
+        self._refuse = refuse
+        self._services: dict[str, Service] = {}
         self._visits: dict[int, Visit] = {}  # by the port from which the server sees the connection come
         self._networks: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Visit] = {}
         self._server: asyncio.Server | None = None
-        self._target = 0
 
-    async def open(self, listen: Address, target: int) -> Address:
-        """Listen on one address, port 0 for any, and pass on to port `target`; return where it listens.
+    async def open(self, listen: Address) -> Address:
+        """Listen on one address, port 0 for any; return where it listens.
 
         Raises:
             UsageError: it cannot listen there.
         """
-        self._target = target
         self._server = await asyncio.start_server(self._accept, sock=_bound(listen), limit=_STAYING_BYTES)
         host, port = self._server.sockets[0].getsockname()[:2]
-        return host, port
+        self.address = host, port
+        return self.address
+
+    def serve(self, name: str, service: Service) -> None:
+        """Pass those on who ask for this name."""
+        self._services[name] = service
+
+    async def leave(self, name: str) -> None:
+        """Cut those that have asked for a name, and pass nobody on any more who does."""
+        service = self._services.pop(name, None)
+        await _cancelled([task for task, visit in self._tasks.items() if service and visit.service is service])
 
     async def close(self) -> None:
         """Cut all connections, and accept no more."""
         if self._server is not None:
             self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _cancelled([*self._tasks])
 
     def visit_of(self, peer: str) -> Visit:
         """Return the visit that the gRPC server knows as `peer`, such as ``ipv4:127.0.0.1:40000``."""
@@ -146,18 +177,18 @@ class Listener:
         self._networks[network] += 1
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = asyncio.get_running_loop().create_task(self._attend(visit, reader, writer))
-        self._tasks.add(task)
+        self._tasks[task] = visit
         task.add_done_callback(lambda _: self._leave(task, visit, writer))
 
     def _leave(self, task: asyncio.Task[None], visit: Visit, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
         if not visit.stays:
             self._networks -= Counter({network_of(visit.address): 1})
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
 
     async def _attend(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(self._limits.seconds) as visit.until:
+            async with asyncio.timeout(HELLO_S) as visit.until:
                 await self._pass_on(visit, reader, writer)
         except TimeoutError:
             visit.refused = visit.refused or refusals.SLOW
@@ -167,30 +198,53 @@ class Listener:
             self._refuse(visit.peer, visit.refused)
 
     async def _pass_on(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first = await reader.read(_CHUNK_BYTES)
-        if first and first[0] != _HANDSHAKE:
-            visit.refused = refusals.PLAINTEXT
-        if not first or visit.refused:
+        hello = await self._greeting(visit, reader)
+        if visit.service is None or visit.until is None:
             return
-        inner_reader, inner_writer = await asyncio.open_connection(LOOPBACK, self._target)
+        visit.until.reschedule(asyncio.get_running_loop().time() + visit.service.limits.seconds)
+        inner_reader, inner_writer = await asyncio.open_connection(LOOPBACK, visit.service.port)
         port = inner_writer.get_extra_info("sockname")[1]
         self._visits[port] = visit
         try:
-            inner_writer.write(first)
+            inner_writer.write(hello)
             await _first_of(
-                self._send(visit, reader, inner_writer, len(first)), self._receive(visit, inner_reader, writer)
+                self._send(visit, visit.service.limits, reader, inner_writer, len(hello)),
+                self._receive(visit, visit.service.limits, inner_reader, writer),
             )
         finally:
             inner_writer.transport.abort()
             asyncio.get_running_loop().call_later(FORGET_S, self._forget, port, visit)
 
+    async def _greeting(self, visit: Visit, reader: asyncio.StreamReader) -> bytes:
+        """Read until a connection has asked for a service, or must be refused; return what has come."""
+        hello = b""
+        while not visit.refused and visit.service is None and (chunk := await reader.read(_CHUNK_BYTES)):
+            hello += chunk
+            visit.service, visit.refused = self._asked(hello)
+        return hello
+
+    def _asked(self, hello: bytes) -> tuple[Service | None, str]:
+        """The service that these first bytes ask for, or why they are refused, or neither if more must come."""
+        if hello[0] != _HANDSHAKE:
+            return None, refusals.PLAINTEXT
+        try:
+            name = server_name(hello)
+        except ssl.SSLError:
+            return None, refusals.BROKEN
+        if name is None:
+            return None, refusals.OVERSIZE if len(hello) > HELLO_BYTES else ""
+        service = self._services.get(name)
+        return service, "" if service else refusals.UNKNOWN_SERVICE
+
     def _forget(self, port: int, visit: Visit) -> None:
         if self._visits.get(port) is visit:
             del self._visits[port]
 
-    async def _send(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: int) -> None:
+    async def _send(
+        self, visit: Visit, limits: Limits, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: int
+    ) -> None:
         """Pass on what comes, until it ends or is too much."""
-        while sent <= self._limits.sent or visit.stays:
+        while sent <= limits.sent or visit.stays:
             chunk = await reader.read(_STAYING_BYTES if visit.stays else _CHUNK_BYTES)
             if not chunk:
                 return
@@ -200,13 +254,15 @@ class Listener:
                 await writer.drain()
         visit.refused = refusals.OVERSIZE
 
-    async def _receive(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(
+        self, visit: Visit, limits: Limits, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Pass back what the server answers, until it ends."""
         while chunk := await _next(reader, _STAYING_BYTES if visit.stays else _CHUNK_BYTES):
             visit.greeted = visit.greeted or chunk[0] == _HANDSHAKE
             writer.write(chunk)
             await writer.drain()
-        visit.refused = self._limits.silent if visit.greeted else refusals.BROKEN
+        visit.refused = limits.silent if visit.greeted else refusals.BROKEN
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
@@ -218,6 +274,12 @@ async def _next(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
         return await reader.read(most_bytes)
     except OSError:
         return b""
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first_of(*parts: Awaitable[None]) -> None:
@@ -235,11 +297,6 @@ async def _first_of(*parts: Awaitable[None]) -> None:
 
 MEMBER_LIMITS = Limits(10.0, 2**18, refusals.UNCERTIFIED)
 """Of who has not yet proved to be a member of the run."""
-
-
-def member_front(refuse: Callable[[str, str], None]) -> Listener:
-    """What listens before a port that only members of a run may use."""
-    return Listener(MEMBER_LIMITS, refuse)
 
 
 def _bound(listen: Address) -> socket.socket:

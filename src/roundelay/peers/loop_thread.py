@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
 from typing import Any, TypeVar, final
@@ -39,7 +40,7 @@ class LoopThread:
         Raises:
             DeadlineError: it took too long, and is cancelled.
         """
-        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        running = self.begin(coroutine)
         try:
             return running.result(deadline_s)
         except LateError:
@@ -50,6 +51,14 @@ class LoopThread:
                 expected=f"one within {deadline_s:g} s",
                 remedy="Check whether the machine is overloaded.",
             ) from None
+
+    def begin(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
+        """Start a coroutine; called from another thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def soon(self, function: Callable[..., object], *given: object) -> None:
+        """Call a function in the loop, soon; called from another thread."""
+        self._loop.call_soon_threadsafe(function, *given)
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread; closing it again does nothing."""

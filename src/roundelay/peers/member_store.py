@@ -8,15 +8,12 @@ from typing import Any, final
 from roundelay.errors import RoundelayError, UsageError, WorkerLostError
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.members import GET, HERE, OPEN_S, PIECE_BYTES, PUT, TAKE
+from roundelay.peers.members import GET, HERE, HOST_NAME, OPEN_S, PIECE_BYTES, PUT, TAKE
 from roundelay.trust.authority import Credentials
-from roundelay.trust.invitation import Address
+from roundelay.trust.invitation import Address, address_text
 
 ROUNDS = 5
 """Messages there and back, of which the fastest counts."""
-
-HOST_NAME = "roundelay-host"
-"""The name in the host's certificate."""
 
 _OPTIONS = {
     "grpc.ssl_target_name_override": HOST_NAME,
@@ -43,7 +40,7 @@ class MemberStore:
 
     def __init__(self, address: Address, credentials: Credentials, name: str, loop: LoopThread) -> None:
         self._name, self._loop, self._grpc = name, loop, import_grpc()
-        self._where = f"{address[0]}:{address[1]}"
+        self._where = address_text(address)
         self._channel = loop.run(self._open(credentials), OPEN_S)
 
     def put(self, name: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """The members' service of a run: where machines that have a certificate leave texts and files for one another.
 
-It listens beside the door, with TLS in both directions. Three calls, of which a member has some open at one time:
+It listens behind the same port as the door, with TLS in both directions. Its calls:
 
 =======  ========================================================================================================
 Put      leaves a short text under a name, once; a member's names end in its own
@@ -19,13 +19,11 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, final
 
-from roundelay.errors import UsageError
+from roundelay.peers.gate import Gate
 from roundelay.peers.import_grpc import import_grpc
-from roundelay.peers.listener import LOOPBACK, MEMBER_LIMITS, member_front
-from roundelay.peers.loop_thread import LoopThread
+from roundelay.peers.listener import LOOPBACK, MEMBER_LIMITS, Service
 from roundelay.trust.authority import WORKER, Credentials, role_of
 from roundelay.trust.certificates import ROLE_PREFIX
-from roundelay.trust.invitation import Address
 
 MOST_BYTES, MOST_TEXTS = 64 * 1024, 256
 """Most bytes of a text, and most texts of a member."""
@@ -45,6 +43,9 @@ ROLE, NOT_YOURS, OVERSIZE, UNREADABLE, SAID, TOO_MANY, UNKNOWN = REASONS
 
 _NAME = re.compile(r"[\w. /-]{1,128}")
 
+HOST_NAME = "roundelay-host"
+"""The name in the host's certificate."""
+
 OPTIONS = {
     "grpc.max_receive_message_length": MEMBER_LIMITS.sent,
     "grpc.max_metadata_size": 8 * 1024,
@@ -60,27 +61,20 @@ class Members:
 
     Args:
         credentials: of the host.
-        loop: where it runs.
-        listen: address, and port; 0 is any free one.
+        gate: the port of this machine, in whose loop it runs.
         refuse: called with the peer and one of :data:`REASONS`, or of those of a door.
 
     Raises:
-        UsageError: a package is not installed, or the address cannot be listened on.
+        UsageError: a package is not installed.
     """
 
-    address: Address
-    """Where it listens."""
-
-    def __init__(
-        self, credentials: Credentials, loop: LoopThread, listen: Address, refuse: Callable[[str, str], None]
-    ) -> None:
-        self._loop, self._refuse, self._grpc = loop, refuse, import_grpc()
+    def __init__(self, credentials: Credentials, gate: Gate, refuse: Callable[[str, str], None]) -> None:
+        self._gate, self._loop, self._refuse, self._grpc = gate, gate.loop, refuse, import_grpc()
         self._texts: dict[str, str] = {HERE: ""}
         self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
         self._counts: dict[str, int] = {}
-        self._listener = member_front(refuse)
-        self._changed = loop.run(_condition(), OPEN_S)
-        self.address = loop.run(self._open(credentials, listen), OPEN_S)
+        self._changed = self._loop.run(_condition(), OPEN_S)
+        self._loop.run(self._open(credentials), OPEN_S)
 
     def put(self, name: str, text: str) -> None:
         """Leave a text, as the host."""
@@ -110,21 +104,17 @@ class Members:
 
     # --- the loop's thread
 
-    async def _open(self, own: Credentials, listen: Address) -> Address:
+    async def _open(self, own: Credentials) -> None:
         grpc = self._grpc
         self._server = grpc.aio.server(options=[*OPTIONS.items()])
         self._server.add_generic_rpc_handlers((_handler(grpc, self),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
         port = self._server.add_secure_port(f"{LOOPBACK}:0", proving)
         await self._server.start()
-        try:
-            return await self._listener.open(listen, port)
-        except UsageError:
-            await self._server.stop(None)
-            raise
+        self._gate.listener.serve(HOST_NAME, Service(port, MEMBER_LIMITS))
 
     async def _close(self) -> None:
-        await self._listener.close()
+        await self._gate.listener.leave(HOST_NAME)
         await self._server.stop(None)
 
     async def _put(self, name: str, text: str) -> None:
@@ -147,11 +137,11 @@ class Members:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if role_of(names) != WORKER:
             await self._abort(context, ROLE)
-        self._listener.stay(context.peer())
+        self._gate.listener.stay(context.peer())
         return next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
 
     async def _abort(self, context: Any, reason: str) -> None:
-        self._refuse(self._listener.settle(context.peer()), reason)
+        self._refuse(self._gate.listener.settle(context.peer()), reason)
         await context.abort(self._grpc.StatusCode.PERMISSION_DENIED, reason)
 
     async def said(self, received: bytes, context: Any) -> bytes:

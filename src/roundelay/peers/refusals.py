@@ -31,6 +31,7 @@ DOOR_REASONS = (
     "another version of Roundelay",
     "another version of torch",
     "no certificate of this run",
+    "unknown service",
 )
 """Why the door refused something without asking the roster."""
 (
@@ -45,6 +46,7 @@ DOOR_REASONS = (
     OTHER_ROUNDELAY,
     OTHER_TORCH,
     UNCERTIFIED,
+    UNKNOWN_SERVICE,
 ) = DOOR_REASONS
 
 REASONS = (*DOOR_REASONS, *roster.REASONS, *request.REASONS)

@@ -297,20 +297,19 @@ def _task(assignment: Assignment, reading: Reading, state: bytes) -> Task:
     )
 
 
-def place_of(reading: Reading, rank: int, credentials: Credentials, host: str, generation: int) -> Place:
+def place_of(reading: Reading, rank: int, credentials: Credentials, generation: int) -> Place:
     """What a machine has in a run; messages have at most a few times the bytes of the plan's.
 
     Args:
         reading: of the plan.
         rank: number of the machine's worker.
         credentials: its own.
-        host: the address at which it serves.
         generation: of the run.
     """
     plan = reading.plan
     largest = max((n for edge in plan.edges for n in (edge.forward_bytes, edge.backward_bytes)), default=0)
     reports = max(_needed(reading, stage) for stage in range(plan.num_stages))
-    return Place(rank, plan.num_workers, credentials, host, generation, 4 * largest + 2**20, 2 * reports + MOST_BYTES)
+    return Place(rank, plan.num_workers, credentials, generation, 4 * largest + 2**20, 2 * reports + MOST_BYTES)
 
 
 def _states(assignment: Assignment, tensors: Mapping[str, torch.Tensor]) -> list[HeldState]:

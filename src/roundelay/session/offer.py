@@ -38,6 +38,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_bytes: that its part may need.
         rtt_s: seconds of a message to the host and back.
         bytes_per_s: from the host.
+        address: where others reach it.
     """
 
     arithmetic: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -47,6 +48,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
     rtt_s: Annotated[float, Meta(ge=0.0, lt=1e3)] = 0.0
     bytes_per_s: Annotated[float, Meta(gt=0.0, lt=1e15)] = 1e9
+    address: tuple[Annotated[str, Meta(max_length=253)], Annotated[int, Meta(ge=0, lt=2**16)]] = ("", 0)
 
     def text(self) -> str:
         """As text."""
@@ -68,15 +70,18 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-def own_offer(memory_bytes: int, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
+def own_offer(
+    memory_bytes: int, rtt_s: float = 0.0, bytes_per_s: float = 1e9, address: tuple[str, int] = ("", 0)
+) -> Offer:
     """What this machine offers.
 
     Args:
         memory_bytes: that its part may need.
         rtt_s: seconds of a message to the host and back.
         bytes_per_s: from the host.
+        address: where others reach it.
     """
-    return Offer(arithmetic(), _machine(), usable_cores(), probe_s(), memory_bytes, rtt_s, bytes_per_s)
+    return Offer(arithmetic(), _machine(), usable_cores(), probe_s(), memory_bytes, rtt_s, bytes_per_s, address)
 
 
 def refusal(own: Offer, other: Offer) -> str:

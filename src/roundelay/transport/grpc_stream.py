@@ -37,7 +37,8 @@ from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEn
 from roundelay.transport.meeting import FileMeeting, Meeting
 from roundelay.transport.wire_layout import unreadable
 from roundelay.trust.authority import WORKER, Credentials, new_authority, role_of
-from roundelay.trust.invitation import Address
+from roundelay.trust.certificates import domain_of
+from roundelay.trust.invitation import Address, address_text
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,10 +82,10 @@ def name_of(worker: int) -> str:
 
 
 class Front(Protocol):
-    """What listens before an endpoint: :class:`roundelay.peers.listener.Listener`."""
+    """What listens before the endpoints of a machine: :class:`roundelay.peers.gate.Gate`."""
 
-    async def open(self, listen: Address, target: int) -> Address:
-        """Listen, and pass on to a port of this machine; return where it listens."""
+    async def serve(self, name: str, target: int) -> Address:
+        """Pass on to a port of this machine who asks for a server of this name; return where the others do."""
         ...
 
     def stay(self, peer: str) -> object:
@@ -95,8 +96,8 @@ class Front(Protocol):
         """Return the address of a connection that the endpoint refuses itself."""
         ...
 
-    async def close(self) -> None:
-        """Cut all connections, and accept no more."""
+    async def leave(self, name: str) -> None:
+        """Cut those connections, and pass on no more."""
         ...
 
 
@@ -109,19 +110,25 @@ class Member:
         credentials: by which this worker, called `name_of` it, and the others prove who they are.
         meeting: where those that serve write their addresses.
         generation: of the run; what is of another is refused.
-        host: the address at which this worker serves, and the others call it.
+        service: the endpoint's name among those of this worker that are behind one front; empty: it is the only one.
         silent_ms: milliseconds that a ping's answer may take.
         refuse: called in the loop's thread with the peer, an address or a worker's name, and one of :data:`REASONS`.
-        front: makes what listens before the endpoint; None: nothing does.
+        front: what listens before the endpoint; None: nothing does.
+        host: the address at which the endpoint listens if nothing does before it.
     """
 
     credentials: Credentials
     meeting: Meeting
     generation: int = 0
-    host: str = LOOPBACK
+    service: str = ""
     silent_ms: int = SILENT_MS
     refuse: Callable[[str, str], None] | None = None
-    front: Callable[[], Front] | None = None
+    front: Front | None = None
+    host: str = LOOPBACK
+
+    def server(self, worker: int) -> str:
+        """The name by which a worker's endpoint is asked for, which its certificate has."""
+        return f"{self.service}.{domain_of(name_of(worker))}" if self.service else name_of(worker)
 
     def options(self) -> dict[str, int]:
         """Options of the member's servers and channels."""
@@ -158,7 +165,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         super().__init__(worker, others, deadline_s)
         self._member, self._most_pieces = member, -(-(most_bytes + wire.HEAD_BYTES) // PIECE_BYTES)
         self.refused, self._unread = Counter(), 0  # bytes that have come since the worker had taken everything
-        self._front = member.front() if member.front is not None else None
+        self._front = member.front
         self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._carrying: list[asyncio.Task[str | None]] = []
@@ -230,14 +237,15 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         methods = {_METHOD: grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
         proving = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, require_client_auth=True)
-        front, host = self._front, self._member.host
-        port = server.add_secure_port(f"{host if front is None else LOOPBACK}:0", proving)
+        front, name = self._front, self._member.server(self.worker)
+        host = self._member.host if front is None else LOOPBACK
+        address = host, server.add_secure_port(f"{host}:0", proving)
         self._closing.append(lambda: server.stop(None))
         await server.start()
         if front is not None:
-            self._closing.insert(0, front.close)
-            _, port = await front.open((host, 0), port)
-        self._member.meeting.set(name_of(self.worker), f"{host}:{port}")
+            self._closing.insert(0, lambda: front.leave(name))
+            address = await front.serve(name, address[1])
+        self._member.meeting.set(name_of(self.worker), address_text(address))
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
@@ -280,7 +288,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         own = self._member.credentials
         address = await self._loop.run_in_executor(None, self._member.meeting.get, name_of(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-        options = self._member.options() | {"grpc.ssl_target_name_override": name_of(link.worker)}
+        options = self._member.options() | {"grpc.ssl_target_name_override": self._member.server(link.worker)}
         channel = grpc.aio.secure_channel(address, proving, options=[*options.items()])
         self._closing.append(channel.close)
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()

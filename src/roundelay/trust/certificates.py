@@ -36,6 +36,11 @@ class Issuer:
     valid: timedelta
 
 
+def domain_of(name: str) -> str:
+    """Return the domain of an owner's servers: its certificate holds for one label before it."""
+    return f"{name}.roundelay"
+
+
 def certificate_of(name: str, key: Any, issuer: Issuer, role: str | None = None, *, issues: bool = False) -> bytes:
     """Return a certificate in PEM.
 
@@ -47,7 +52,9 @@ def certificate_of(name: str, key: Any, issuer: Issuer, role: str | None = None,
         issues: whether its owner may issue certificates itself.
     """
     x509 = part("x509")
-    names = [x509.DNSName(name), *([x509.UniformResourceIdentifier(ROLE_PREFIX + role)] if role else [])]
+    names = [x509.DNSName(name)]
+    if role:
+        names += [x509.DNSName(f"*.{domain_of(name)}"), x509.UniformResourceIdentifier(ROLE_PREFIX + role)]
     made = (
         x509.CertificateBuilder(named(issuer.name), named(name), key, x509.random_serial_number())
         .not_valid_before(issuer.start - EARLIER)

@@ -91,6 +91,21 @@ class Invitation:
         return invitation
 
 
+def is_host(text: str) -> bool:
+    """Whether a text is an address of one host, or may be a host's name, as an invitation holds it."""
+    try:
+        number = ipaddress.ip_address(text)
+    except ValueError:
+        return 0 < len(_name_bytes(text)) <= MAX_HOST_BYTES
+    return not (number.is_unspecified or number.is_multicast or "%" in text)
+
+
+def address_text(address: Address) -> str:
+    """Return an address as gRPC and people write it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def new_secret() -> bytes:
     """Return a new secret of an invitation."""
     return secrets.token_bytes(SECRET_BYTES)
@@ -173,13 +188,18 @@ def _packed(address: Address) -> bytes:
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
-        name = host.encode() if host.isascii() and _HOST.fullmatch(host) else b""
+        name = _name_bytes(host)
         if not 0 < len(name) <= MAX_HOST_BYTES:
             raise _wrong(f"the host {host!r}", "Give a host's address or its name in ASCII.") from None
         return bytes([_NAME, len(name)]) + name + port.to_bytes(2, "big")
     if "%" in host:
         raise _wrong(f"the host {host!r}", "Give an address that means the same on another machine.")
     return bytes([number.version]) + number.packed + port.to_bytes(2, "big")
+
+
+def _name_bytes(host: str) -> bytes:
+    """The name of a host; nothing if it is none."""
+    return host.encode() if host.isascii() and _HOST.fullmatch(host) else b""
 
 
 def _unpacked(packed: bytes) -> tuple[Address, bytes]:

@@ -1,0 +1,66 @@
+"""One port of each machine is all that others need, a router may pass it on, and who is not reached is told why."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from roundelay.trust.invitation import Invitation
+from tests.cli.harness import MLP, one_screen
+from tests.cli.harness import here as typed
+from tests.conftest import nothing_left_behind
+from tests.peers.hosted import hosting
+from tests.peers.strangers import from_elsewhere
+from tests.peers.test_host_join import wait_for
+
+OTHER = "127.0.0.2"
+"""Also an address of this machine, where nothing listens that is only for itself."""
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_one_port_of_a_machine_is_all_that_others_need_and_a_router_may_pass_it_on(tmp_path: Path) -> None:
+    own, port = free_port(OTHER), free_port("127.0.0.1")
+    with nothing_left_behind(), from_elsewhere(("127.0.0.1", port), "127.0.0.1") as router:
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 40, "--listen", f"{OTHER}:{own}")
+        assert {address for text in run.invitations for address in Invitation.parse(text).addresses} == {(OTHER, own)}
+        behind = run.join(0, "--listen", f"127.0.0.1:{port}", "--advertise", "{}:{}".format(*router))
+        joined = [behind, run.join(1)]
+        wait_for(run.log, "Planned for these machines")
+        found = [one.laddr for one in psutil.Process(run.host.pid).net_connections() if one.status == "LISTEN"]
+        assert [at.port for at in found if not at.ip.removeprefix("::ffff:").startswith("127.0.0.1")] == [own]
+        host, *others = run.ended(joined)
+    assert [said.code for said in (host, *others)] == [0, 0, 0], host.err
+    assert (tmp_path / "shared" / "refused.jsonl").read_text() == ""
+    assert not any("Refused" in said.err for said in others)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["nobody", "somebody else"])
+def test_whoever_is_not_reached_is_told_where_and_what_to_do(answers: bool, tmp_path: Path) -> None:
+    with nothing_left_behind(), socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1] if answers else free_port('127.0.0.1')}"
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8)
+        host, unreached, other = run.ended([run.join(0, "--advertise", where), run.join(1)])
+    assert [said.code for said in (host, unreached, other)] == [2, 2, 2], host.err
+    why = "somebody else answers there" if answers else "Connection refused"
+    one_screen(host, "worker-1", f"do not reach it at {where}: {why}", "--listen", "last invitation")
+    one_screen(unreached, f"do not reach it at {where}: {why}", "--listen", "last invitation")
+    one_screen(other, "the run does not begin")
+
+
+def test_the_last_machine_need_not_be_reached(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, peers=2)
+        host, last = run.ended([run.join(0, "--advertise", f"127.0.0.1:{free_port('127.0.0.1')}")])
+    assert (host.code, last.code) == (0, 0), host.err
+
+
+@pytest.mark.parametrize("wrong", ["not a host!", "0.0.0.0", "pc.example.org:x", "pc.example.org:99999"])
+def test_where_no_machine_can_be_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one_screen(typed(capsys, "host", MLP, "--peers", 2, "--advertise", wrong), "--advertise", "pc.example.org")
