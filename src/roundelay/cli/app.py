@@ -221,7 +221,11 @@ def join(
     ] = None,
     arithmetic: Arithmetic = None,
 ) -> int:
-    """Put this machine to work in a run that another hosts. Nothing of that one's Python comes here."""
+    """Put this machine to work in a run that another hosts. Nothing of that one's Python comes here.
+
+    This machine sees, and may keep, the weights of its own stage and what it gets from the others; with the last stage
+    also what the loss reads of the data. Others see its speed, memory and address.
+    """
     o.refuse_launcher("join")
     choose_arithmetic(arithmetic)
     SIGNALS.join()

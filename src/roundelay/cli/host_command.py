@@ -71,6 +71,10 @@ RULE = "ravnest"
 GENERATION = 0
 REFUSED = "refused.jsonl"
 VALID = timedelta(days=30)
+SEES = (
+    "Whoever joins is sent a part of the weights and what flows through it; the last machine also what the loss reads. "
+    "The data and all other weights stay here."
+)
 OFFER_S = 180.0
 """Seconds in which a machine that has joined must have measured itself."""
 
@@ -185,6 +189,7 @@ def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> _Waitin
     door = Door(terms, Roster((), options.peers - 1), log, gate, came.put)
     stack.callback(door.close)
     expiry = int(time.time() + options.wait_s) + 1
+    stderr.print(SEES, markup=False)
     for worker in range(1, options.peers):
         texts.leave(name_of(worker), PROBE, bytes(PROBE_BYTES))
         _invite(door.invite(name_of(worker), expiry).text(), worker)
