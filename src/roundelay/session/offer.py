@@ -10,7 +10,7 @@ from typing import Annotated, final
 import msgspec
 from msgspec import Meta
 
-from roundelay.cores import usable_cores
+from roundelay.cores import core_quota, usable_cores
 from roundelay.errors import UsageError
 from roundelay.observe.arithmetic import arithmetic
 from roundelay.observe.machine_probe import probe_s
@@ -32,7 +32,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
-        machine: a digest by which several processes of one machine know that they are.
+        machine: a digest by which several processes of one machine, under one quota of its cores, know that they are.
         cores: that it may use.
         probe_s: seconds of a fixed piece of work.
         memory_bytes: that its part may need.
@@ -97,15 +97,20 @@ def refusal(own: Offer, other: Offer) -> str:
 def cluster_of(offers: Sequence[Offer]) -> Cluster:
     """The cluster of machines, in the order of the stages: that of their workers' numbers.
 
+    Processes of one machine are equally fast: what they measured differs by what the others did meanwhile.
+
     Args:
         offers: the host's, and then those of the others.
     """
-    host = offers[0]
+    fastest: dict[str, float] = {}
+    for one in offers:
+        fastest[one.machine] = min(one.probe_s, fastest.get(one.machine, one.probe_s))
+    host = fastest[offers[0].machine]
     workers = tuple(
         ClusterWorker(
             f"w{k}",
             k,
-            round(min(MOST_SPEED, max(1 / MOST_SPEED, host.probe_s / one.probe_s)), 3),
+            round(min(MOST_SPEED, max(1 / MOST_SPEED, host / fastest[one.machine])), 3),
             float(one.memory_bytes),
             one.machine,
         )
@@ -131,4 +136,4 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         boot = b""
-    return hashlib.sha256(b"roundelay machine " + boot).hexdigest()[:16]
+    return hashlib.sha256(b"roundelay machine " + boot + str(core_quota()).encode()).hexdigest()[:16]

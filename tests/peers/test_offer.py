@@ -1,0 +1,39 @@
+"""What machines offer becomes the cluster that a run is planned for."""
+
+from __future__ import annotations
+
+import pytest
+
+from roundelay.errors import UsageError
+from roundelay.session.offer import Offer, cluster_of, own_offer, refusal, threads_each
+
+ONE, TWO = "1" * 16, "2" * 16
+
+
+def offer(machine: str, probe_s: float, cores: int = 4, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
+    return Offer("a" * 16, machine, cores, probe_s, 10**9, rtt_s, bytes_per_s)
+
+
+def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all() -> None:
+    cluster = cluster_of([offer(ONE, 0.1), offer(TWO, 0.2, rtt_s=0.04), offer("3" * 16, 0.05, bytes_per_s=1e7)])
+    assert [worker.speed for worker in cluster.workers] == [1.0, 0.5, 2.0]
+    assert (cluster.links.between.latency_s, cluster.links.between.bytes_per_s) == (0.02, 1e7)
+
+
+def test_processes_of_one_machine_are_equally_fast_and_share_its_cores() -> None:
+    offers = [offer(ONE, 0.3), offer(ONE, 0.1), offer(TWO, 0.2)]
+    assert [worker.speed for worker in cluster_of(offers).workers] == [1.0, 1.0, 0.5]
+    assert threads_each(offers) == 2
+
+
+def test_a_machine_knows_itself_and_an_offer_is_read_as_it_was_written() -> None:
+    own, again = own_offer(10, address=("203.0.113.7", 7700)), own_offer(10)
+    assert own.machine == again.machine
+    assert Offer.parse(own.text(), "worker-1") == own
+    assert refusal(own, again) == ""
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"arithmetic": "x"}'])
+def test_what_is_no_offer_is_told_by_the_machine_s_name(text: str) -> None:
+    with pytest.raises(UsageError, match="offer of worker-1"):
+        Offer.parse(text, "worker-1")
