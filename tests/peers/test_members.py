@@ -115,7 +115,7 @@ def test_a_text_that_never_comes_is_not_waited_for_beyond_the_deadline() -> None
     def body() -> None:
         with serving() as at:
             began = time.monotonic()
-            with pytest.raises(WorkerLostError, match="no nothing worker-2 within 0.5 s"):
+            with pytest.raises(WorkerLostError, match=r"no nothing worker-2 within 0\.5 s"):
                 at.one.get("nothing worker-2", SOON_S)
             assert time.monotonic() - began < 5.0
             assert at.refused == []

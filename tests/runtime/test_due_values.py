@@ -66,11 +66,20 @@ def test_values_that_are_due_are_taken_in_any_size_that_may_vary() -> None:
     due.check(forward((), HEADER._replace(rows=0)))
 
 
+def test_what_was_taken_for_some_rows_is_not_taken_for_others() -> None:
+    due, fewer = DueForwards(EDGE, LAYOUTS), (torch.zeros(4, 3, 7), *GOOD[1:])
+    due.check(forward(GOOD))
+    due.check(forward(fewer, HEADER._replace(rows=2)))
+    for values, count in ((GOOD, 2), (fewer, 4)):
+        with pytest.raises(ValueError, match="is due"):
+            due.check(forward(values, HEADER._replace(rows=count)))
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_values_that_are_not_due_are_refused_first_and_after_good_ones(what: str) -> None:
     due = DueForwards(EDGE, LAYOUTS)
     for _ in range(2):
-        with pytest.raises(ValueError, match="due|where"):
+        with pytest.raises(ValueError, match=r"due|where"):
             due.check(forward(WRONG[what]))
         due.check(forward(GOOD))
     with pytest.raises(ValueError, match="due"):
@@ -109,7 +118,7 @@ def test_gradients_are_like_what_was_sent(values: tuple[Value, ...]) -> None:
 def test_gradients_of_another_form_are_refused(values: tuple[Value, ...]) -> None:
     due = DueGradients(EDGE)
     due.note(forward(GOOD))
-    with pytest.raises(ValueError, match="due|where"):
+    with pytest.raises(ValueError, match=r"due|where"):
         due.check(forward(values))
 
 
@@ -210,6 +219,7 @@ def breaking(worker: int, what: str) -> Wrap:
 def test_a_run_over_grpc_ends_by_the_name_of_whoever_sends_something_else(worker: int, what: str) -> None:
     place = bench("mlp")
     plan = place.plan(VARIANTS["1f1b"], 2, 2, "grpc")
-    with pytest.raises(UnfitMessageError, match="it sent a message on channel . that does not fit") as caught:
+    with pytest.raises(UnfitMessageError, match=r"it sent a message on channel \d that does not fit") as caught:
         place.verify(plan, wrap=breaking(worker, what))
     assert caught.value.subject == f"worker {worker}"
+    assert "none are due" not in caught.value.got  # what was sent is known
