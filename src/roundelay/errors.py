@@ -15,7 +15,8 @@
     │   ├── DeviceError       a device without enough memory, or one that has failed
     │   ├── NondeterministicError  an operation that has no deterministic form
     │   ├── WorkerLostError   a worker ended or stopped answering
-    │   │   └── PeerLostError     a machine of a run that others have joined did, and which one is known
+    │   │   ├── PeerLostError     a machine of a run that others have joined did, and which one is known
+    │   │   └── UnfitMessageError a worker sent another what the plan does not have it send
     │   └── DeadlineError     a wait that outlasted its deadline
     └── InternalError         a law of the house was broken: a bug of ours
 
@@ -113,6 +114,10 @@ class PeerLostError(WorkerLostError):
             expected="a machine that goes on until the run has ended",
             remedy="Check that machine and the network; go on with `roundelay host --from` the run's folder.",
         )
+
+
+class UnfitMessageError(WorkerLostError):
+    """A worker sent another what the plan does not have it send; the subject is its number."""
 
 
 class DeadlineError(RunError):

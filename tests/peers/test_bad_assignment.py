@@ -163,6 +163,11 @@ def test_more_than_a_machine_allows_is_refused_by_its_option() -> None:
         read_assignment(honest()[0], RANK, 1000)
 
 
+def test_what_is_for_another_machine_is_refused() -> None:
+    with pytest.raises(UsageError, match="the stages of another worker"):
+        read_assignment(msgspec.msgpack.encode(plain() | {"worker": RANK + 1}), RANK, MEMORY)
+
+
 def test_the_size_of_messages_comes_from_the_plan() -> None:
     _, reading = read_assignment(honest()[0], RANK, MEMORY)
     place = place_of(reading, RANK, None, 0)  # type: ignore[arg-type]

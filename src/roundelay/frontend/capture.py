@@ -44,11 +44,13 @@ from roundelay.frontend.stage_builder import StageBuilder
 from roundelay.frontend.stages.precision import autocast, not_in
 from roundelay.frontend.stages.retarget_device import CPU
 from roundelay.frontend.stages.stage_function import Mode, StageFunction
+from roundelay.frontend.value_layouts import layout_of
 from roundelay.ir.deduction import Box
 from roundelay.ir.graph import Graph
 from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import P, Signature, Split
 from roundelay.ir.stage import StageSpec
+from roundelay.ir.value_layout import ValueLayout
 from roundelay.reach.reachable_state import Change, ReachableState
 from roundelay.reach.source_lines import line_of_change
 
@@ -241,6 +243,10 @@ class Captured:
     def has_partial_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is the sum of what the workers of the mesh axis compute."""
         return self.sharding is not None and self.sharding.gradients.get(name) == P
+
+    def layout(self, name: str) -> ValueLayout | None:
+        """What is known of a value, of each micro-batch; None on a mesh, where workers have parts."""
+        return None if self.sharding is not None else layout_of(self.builder.exported, self.graph, name)
 
     def boxing(self, name: str, *, gradient: bool) -> tuple[Signature, Signature]:
         """From what to what a boxed value of the graph is boxed, or its gradient."""

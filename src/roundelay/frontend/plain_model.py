@@ -19,6 +19,7 @@ from roundelay.ir.plain_graph import PlainStage
 from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import Signature, Split
 from roundelay.ir.stage import StageSpec
+from roundelay.ir.value_layout import ValueLayout
 
 
 @final
@@ -30,11 +31,13 @@ class PlainModel:
         model: has the stages' parameters under their names.
         graph: what is said of the model beside its operations.
         plains: the stages, by number.
+        layouts: what is known of the values that they receive and send.
     """
 
     model: torch.nn.Module
     graph: Graph
     plains: Mapping[int, PlainStage]
+    layouts: Mapping[str, ValueLayout]
     residences: Mapping[str, Residence] = field(default_factory=dict)
     states: Mapping[str, Split] = field(default_factory=dict)
 
@@ -72,6 +75,10 @@ class PlainModel:
     def has_partial_gradient(self, name: str) -> bool:
         """No parameter has."""
         return False
+
+    def layout(self, name: str) -> ValueLayout | None:
+        """What the host has said of a value that comes."""
+        return self.layouts.get(name)
 
     def boxing(self, name: str, *, gradient: bool) -> tuple[Signature, Signature]:
         """Never called: nothing is boxed."""

@@ -15,6 +15,7 @@ from roundelay.ir.graph import Graph
 from roundelay.ir.residence import Residence
 from roundelay.ir.sbp import Signature, Split
 from roundelay.ir.stage import StageSpec
+from roundelay.ir.value_layout import ValueLayout
 
 
 class WorkerModel(Protocol):
@@ -72,6 +73,10 @@ class WorkerModel(Protocol):
 
     def has_partial_gradient(self, name: str) -> bool:
         """Whether a gradient is a sum over the mesh."""
+        ...
+
+    def layout(self, name: str) -> ValueLayout | None:
+        """What is known of a value, of each micro-batch."""
         ...
 
     def boxing(self, name: str, *, gradient: bool) -> tuple[Signature, Signature]:

@@ -16,7 +16,7 @@ import torch
 
 from roundelay.actor.machine import Run
 from roundelay.actor.machines import machine_for
-from roundelay.errors import DeadlineError, InternalError, RoundelayError, RunError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, UnfitMessageError, WorkerLostError
 from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
@@ -29,6 +29,7 @@ from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.action_recorder import ActionRecorder
 from roundelay.runtime.boxing_parts import Boxing
 from roundelay.runtime.device import HOST, Device
+from roundelay.runtime.due_values import DueValues, due_values
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
 from roundelay.runtime.initial_state import Initial
@@ -201,6 +202,7 @@ class _Worker:
             for of in own.stages
             if of.sums >= 0 and (memory := endpoint.shared(of.sums)) is not None
         }
+        self.due = self._due_values()
         self.links = {c.id: self._link(c) for c in program.channels}
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
@@ -272,6 +274,13 @@ class _Worker:
         blocks = self.sum_blocks.get(channel.sources[0].stage) if channel.kind in SUMS else None
         return open_link(channel, self.worker, self.endpoint, planned, self.deliver, self.machine.grant, blocks)
 
+    def _due_values(self) -> DueValues:
+        """What looks at messages, where workers may not know each other."""
+        channels = self.work.program.channels
+        if self.work.settings.transport != "grpc":
+            return DueValues({}, {})
+        return due_values(self.worker, _edges(self.task.partition, channels), channels, self.task.captured.layout)
+
     def run(self) -> Loop:
         """Run to the end of the program; then the loader's processes, if it has any, are ended."""
         with closing(self.data):
@@ -319,7 +328,10 @@ class _Worker:
         self.machine.finish(header)
         sent = 0
         for channel, _ in run.gives:
-            sent += self.links[channel].give(context.outbox.pop(channel))
+            message = context.outbox.pop(channel)
+            if channel in self.due.sent:
+                self.due.sent[channel](message)
+            sent += self.links[channel].give(message)
         for channel, _ in run.takes:
             self.links[channel].free(run.g)
         batch = (header or run.header or _UNKNOWN).batch
@@ -369,7 +381,9 @@ class _Worker:
 
     def _arrived(self, delivery: Arrived) -> None:
         try:
-            self.links[delivery.message.channel].arrived(delivery.source, delivery.message)
+            if (channel := delivery.message.channel) in self.due.came:
+                self.due.came[channel](delivery.message)
+            self.links[channel].arrived(delivery.source, delivery.message)
         except (InternalError, LookupError, TypeError, ValueError, AssertionError) as error:
             raise _unfit(delivery.source, f"a message on channel {delivery.message.channel}", error) from error
 
@@ -458,10 +472,10 @@ def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[obje
     return [line.opcode, run.g, batch, *weights, start, end, sent, run.stage, line.of, *channels, str(run)]
 
 
-def _unfit(source: int, got: str, error: Exception) -> RunError:
-    return RunError(
+def _unfit(source: int, got: str, error: Exception) -> UnfitMessageError:
+    return UnfitMessageError(
         f"worker {source}",
-        got=f"{got} that does not fit the plan ({type(error).__name__}: {error})",
+        got=f"it sent {got} that does not fit the plan ({type(error).__name__}: {error})",
         expected="what its plan has it send",
         remedy="Check that it runs the same version and plan; if it does, report this as a bug.",
     )

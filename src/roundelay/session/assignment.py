@@ -28,6 +28,7 @@ from roundelay.ir.graph import Graph, Parameter
 from roundelay.ir.plan import Plan
 from roundelay.ir.rule import BUILT_IN
 from roundelay.ir.stage import Edge, Partition, StageSpec
+from roundelay.ir.value_layout import ValueLayout
 from roundelay.job import Job
 from roundelay.launching.peer_group import Place
 from roundelay.lower.emit import emit
@@ -70,6 +71,7 @@ class Assigned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parameters: what is said of its parameters, by name.
         state: of the stage, without its tensors.
         strides: of tensors that do not lie in the order of their dimensions, by name.
+        layouts: what is known of the values that it receives and sends, by name.
     """
 
     spec: StageSpec
@@ -77,6 +79,7 @@ class Assigned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, Parameter]
     state: StateTable
     strides: dict[str, tuple[_Count, ...]]
+    layouts: dict[str, ValueLayout]
 
 
 @final
@@ -180,6 +183,7 @@ def assignment_of(session: Session, worker: int, optimizer: bytes, generation: i
                 {name: graph.parameters[name] for name in spec.parameters},
                 table,
                 {name: tensor.stride() for name, tensor in own.items() if not tensor.is_contiguous()},
+                {name: known for name in (*spec.inputs, *spec.outputs) if (known := captured.layout(name)) is not None},
             )
         )
     assignment = Assignment(
@@ -277,7 +281,8 @@ def _task(assignment: Assignment, reading: Reading, state: bytes) -> Task:
     parameters = {name: own for one in assignment.stages for name, own in one.parameters.items()}
     trained = {n: torch.nn.Parameter(initial.parameters[n], own.trainable) for n, own in parameters.items()}
     plain = optimizers.decoded(assignment.optimizer)
-    model = PlainModel(module_of(trained), _graph(assignment, parameters), plains)
+    layouts = {name: known for one in assignment.stages for name, known in one.layouts.items()}
+    model = PlainModel(module_of(trained), _graph(assignment, parameters), plains, layouts)
     return Task(
         works=works_of(reading, emit(reading)),
         partition=_partition(assignment, reading.plan.num_stages),

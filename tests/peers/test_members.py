@@ -1,0 +1,143 @@
+"""The members' service: who says what is not its own is refused by its reason, and the others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from roundelay.errors import RoundelayError, UsageError, WorkerLostError
+from roundelay.peers import members as service
+from roundelay.peers.listener import LOOPBACK
+from roundelay.peers.loop_thread import LoopThread
+from roundelay.peers.member_store import HOST_NAME, MemberStore
+from roundelay.peers.members import Members
+from roundelay.trust.authority import HOST
+from tests.peers.strangers import OURS, in_child
+
+SOON_S = 0.5
+
+
+@dataclass
+class Serving:
+    """A service with two members."""
+
+    members: Members
+    one: MemberStore
+    two: MemberStore
+    refused: list[str] = field(default_factory=list)
+
+    def goes_on(self) -> None:
+        """What one says, the other hears."""
+        name = f"still {time.monotonic_ns()} worker-1"
+        self.one.put(name, "here")
+        assert (self.two.get(name, 5.0), self.members.get(name, 5.0)) == ("here", "here")
+
+
+@contextmanager
+def serving() -> Iterator[Serving]:
+    loop, refused = LoopThread("peers"), list[str]()
+    members = Members(OURS.issue(HOST_NAME, HOST), loop, (LOOPBACK, 0), lambda peer, reason: refused.append(reason))
+    one, two = (MemberStore(members.address, OURS.issue(name), name, loop) for name in ("worker-1", "worker-2"))
+    try:
+        yield Serving(members, one, two, refused)
+    finally:
+        for each in (one, two, members, loop):
+            each.close()
+
+
+def another_s_name(at: Serving) -> None:
+    at.one.put("ready worker-2", "")
+
+
+def the_host_s(at: Serving) -> None:
+    at.one.put("use", "{}")
+
+
+def a_longer_name(at: Serving) -> None:
+    at.one.put("ready sworker-1", "")
+
+
+def twice(at: Serving) -> None:
+    at.one.put("ready worker-1", "first")
+    at.one.put("ready worker-1", "second")
+
+
+def too_many(at: Serving) -> None:
+    for k in range(service.MOST_TEXTS + 1):
+        at.one.put(f"text {k} worker-1", "")
+
+
+def too_long(at: Serving) -> None:
+    at.one.put("long worker-1", "x" * service.MOST_BYTES)
+
+
+def no_name(at: Serving) -> None:
+    at.one.put("a\nb worker-1", "")
+
+
+REFUSED: dict[Callable[[Serving], None], str] = {
+    another_s_name: service.NOT_YOURS,
+    the_host_s: service.NOT_YOURS,
+    a_longer_name: service.NOT_YOURS,
+    twice: service.SAID,
+    too_many: service.TOO_MANY,
+    too_long: service.OVERSIZE,
+    no_name: service.UNREADABLE,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_member_must_not_say_is_refused_by_its_reason(what: Callable[[Serving], None]) -> None:
+    def body() -> None:
+        with serving() as at:
+            with pytest.raises(UsageError) as caught:
+                what(at)
+            assert (caught.value.got, at.refused) == (REFUSED[what], [REFUSED[what]])
+            if what is too_many:
+                at.two.put("still worker-2", "here")
+                assert at.one.get("still worker-2", 5.0) == "here"
+            else:
+                at.goes_on()
+            if what is twice:
+                assert at.two.get("ready worker-1", 5.0) == "first"
+            if what in (another_s_name, the_host_s):
+                with pytest.raises(RoundelayError):
+                    at.members.get("ready worker-2" if what is another_s_name else "use", SOON_S)
+
+    in_child(body)
+
+
+def test_a_text_that_never_comes_is_not_waited_for_beyond_the_deadline() -> None:
+    def body() -> None:
+        with serving() as at:
+            began = time.monotonic()
+            with pytest.raises(WorkerLostError, match=r"no nothing worker-2 within 0\.5 s"):
+                at.one.get("nothing worker-2", SOON_S)
+            assert time.monotonic() - began < 5.0
+            assert at.refused == []
+            at.goes_on()
+            at.two.put("nothing worker-2", "late")
+            assert at.one.get("nothing worker-2", 5.0) == "late"
+
+    in_child(body)
+
+
+def test_a_member_takes_its_own_files_only() -> None:
+    def body() -> None:
+        with serving() as at:
+            at.members.leave("worker-2", "state", b"secret")
+            for name in ("state", "state worker-2", "worker-2", "worker-2 state"):
+                with pytest.raises(WorkerLostError, match=f"no {name} within 0.5 s"):
+                    at.one.take(name, 100, SOON_S)
+            assert at.two.take("state", 100, 5.0) == b"secret"
+            with pytest.raises(UsageError, match="6 bytes"):
+                at.two.take("state", 5, 5.0)
+            at.members.leave("worker-1", "state", b"own")
+            assert at.one.take("state", 100, 5.0) == b"own"
+            at.goes_on()
+
+    in_child(body)
