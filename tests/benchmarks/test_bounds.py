@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.peers.assumptions import Letters
+from benchmarks.peers.assumptions import STAGES, Letters, run_of
 from benchmarks.peers.bounds import block_lipschitz, global_delays, lipschitz, most_in_flight, spread_of
 from benchmarks.peers.hosted import staleness
 from roundelay.observe.trace import Span
@@ -92,3 +93,14 @@ def test_what_a_plan_allows_is_no_violation() -> None:
 def test_each_violation_is_reported(what: str) -> None:
     (text,) = dataclasses.replace(HELD, **BROKEN[what]).broken(last=what == "at the last stage")
     assert what in text
+
+
+def test_a_run_is_within_what_its_plan_allows(tmp_path: Path) -> None:
+    found = run_of("shm", 0, 1, tmp_path)
+    assert [own.broken(last=k == STAGES - 1) for k, own in enumerate(found.letters)] == [[]] * STAGES
+    assert {own.updates for own in found.letters} == {44}
+    bounds = found.bounds
+    assert (len(bounds.norms), len(bounds.spreads), len(bounds.whole)) == (2, 2, 1)
+    assert all(len(block) == 1 and block[0] > 0 for block in bounds.blocks)
+    for own in found.memory:
+        assert 0.5 < own["peak_tensor_bytes"] / own["predicted"]["total"] <= 1.0
