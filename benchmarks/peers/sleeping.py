@@ -66,10 +66,15 @@ def plan_of(job: Job, captured: Captured, transport: str) -> Plan:
     made = roundelay.plan(
         job, workers=STAGES, rule="ravnest", transport=transport, captured=captured, cuts="equal", threads=1
     )
-    stages = [replace(stage, forward_s=FORWARD_S, backward_s=BACKWARD_S, update_s=0.0) for stage in made.stages]
     link = {"latency_s": RTT_MS / 2e3, "bytes_per_s": BYTES_PER_S}
     edges = [replace(edge, **link) for edge in made.edges]
-    return with_capacities(replace(made, stages=tuple(stages), edges=tuple(edges)))
+    return with_capacities(replace(timed(made), edges=tuple(edges)))
+
+
+def timed(plan: Plan) -> Plan:
+    """The plan with the seconds that its stages sleep."""
+    stages = [replace(stage, forward_s=FORWARD_S, backward_s=BACKWARD_S, update_s=0.0) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages))
 
 
 def with_capacity(plan: Plan, slots: int) -> Plan:
@@ -84,7 +89,7 @@ def with_capacity(plan: Plan, slots: int) -> Plan:
 
 def updates_per_s(job: Job, captured: Captured, plan: Plan, connecting: Connecting, warm: int, updates: int) -> float:
     """Updates per second of the last stage, behind those with which all begins."""
-    handlers = {stage: _sleeping() for stage in range(plan.num_stages)}
+    handlers = {stage: asleep() for stage in range(plan.num_stages)}
     with replaced(plan.transport, connecting):
         session = Session(job, captured, plan, 0, Length(steps=warm + updates))
         done = session.run(notify=lambda event: None, handlers=handlers, gathers="nothing")
@@ -93,7 +98,9 @@ def updates_per_s(job: Job, captured: Captured, plan: Plan, connecting: Connecti
     return (len(ends) - 1 - warm) / (ends[-1] - ends[warm])
 
 
-def _sleeping() -> Mapping[str, Handler]:
+def asleep() -> Mapping[str, Handler]:
+    """A stage's handlers that compute, and then sleep for the rest of its seconds."""
+
     def within(seconds: float, handler: Handler, context: Context, run: Run) -> MicroBatch | None:
         end = time.perf_counter() + seconds
         header = handler(context, run)

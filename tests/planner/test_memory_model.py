@@ -68,3 +68,12 @@ def test_longer_runs_hold_no_more(rule: str) -> None:
 def test_one_number_per_stage_is_asked_for() -> None:
     with pytest.raises(UsageError, match="2, one per stage"):
         estimate_memory(priced("1f1b", 2, 2), [1])
+
+
+@pytest.mark.parametrize(("micro_batches", "versions"), [(1, [400, 100, 0]), (2, [200, 100, 0])])
+def test_where_the_order_is_free_all_that_may_be_in_flight_counts(micro_batches: int, versions: list[int]) -> None:
+    plan = priced("ravnest", 3, micro_batches)
+    stages = [replace(stage, in_flight=most) for stage, most in zip(plan.stages, [5, 2, 1], strict=True)]
+    found = estimate_memory(replace(plan, stages=tuple(stages)), [0, 0, 0])
+    assert [own.tapes for own in found] == [50, 20, 10]
+    assert [own.versions for own in found] == versions

@@ -1,7 +1,6 @@
 """Handwritten digits by a wide perceptron: three stages that send each other 64 KiB for a micro-batch.
 
-``RATE`` is the learning rate, ``SEED`` that of weights and order; with ``ASSUME`` the paper's assumptions are measured
-after every epoch.
+``RATE`` is the learning rate, ``SEED`` that of weights and order.
 """
 
 from __future__ import annotations
@@ -47,13 +46,6 @@ def gradient_of(model: nn.Module, batch: Batch) -> Tensor:
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(batch[0]), batch), parameters)])
 
 
-def assumed(model: nn.Module) -> dict[str, float]:
-    """Over the batches of an epoch at fixed weights: of the gradient its squared norm, and its variance."""
-    each = torch.stack([gradient_of(model, batch) for batch in batches(0, 0)])
-    mean = each.mean(0)
-    return {"norm": float(mean @ mean), "variance": float(((each - mean) ** 2).sum(1).mean())}
-
-
 def made(seed: int, rate: float, evaluate: roundelay.job.Evaluate | None = None) -> roundelay.Job:
     """The job, by plain stochastic gradient descent, as in the paper's analysis."""
     torch.manual_seed(seed)
@@ -69,4 +61,4 @@ def made(seed: int, rate: float, evaluate: roundelay.job.Evaluate | None = None)
 def job(seed: int) -> roundelay.Job:
     """The job of `roundelay host`."""
     own = int(os.environ.get("SEED", str(seed)))
-    return made(own, float(os.environ.get("RATE", "0.2")), assumed if "ASSUME" in os.environ else None)
+    return made(own, float(os.environ.get("RATE", "0.2")))

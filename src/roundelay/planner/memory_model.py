@@ -1,8 +1,9 @@
 """Predicts the memory of each worker, in bytes, item by item.
 
 Weights, gradients and optimizer state are held all the time; the peak numbers of versions, tapes and messages come from
-a simulated run. The total adds the peaks of all items, so it is an upper bound of them. It does not include torch
-itself, fragmentation of its allocator, or temporary values inside one instruction.
+a simulated run. Where the order is free, tapes and versions are those of all forwards that the plan allows in flight:
+a run may hold more than the simulated one. The total adds the peaks of all items, so it is an upper bound of
+them. It does not include torch itself, fragmentation of its allocator, or temporary values inside one instruction.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def estimate_memory(
                 weights=weights,
                 gradients=gradients,
                 optimizer=sum(optimizer_bytes[k] for k in updated),
-                versions=(worker.versions_held_peak - 1) * stored,
-                tapes=worker.tape_bytes_peak + max([again_bytes[k] for k in stages if again_bytes], default=0),
+                versions=max(worker.versions_held_peak - 1, _older_allowed(plan, stages)) * stored,
+                tapes=max(worker.tape_bytes_peak, _tapes_allowed(plan, stages))
+                + max([again_bytes[k] for k in stages if again_bytes], default=0),
                 messages=worker.unread_bytes_peak,
             )
         )
@@ -104,6 +106,16 @@ def limits_of(plan: Plan, each: float, cluster: Cluster | None) -> list[float]:
     """Bytes that each worker of a plan may hold: any worker, and those that are declared."""
     known = {} if cluster is None else {worker.name: worker.memory for worker in cluster.workers}
     return [min(each, known.get(worker.name, each)) for worker in plan.workers]
+
+
+def _older_allowed(plan: Plan, stages: Sequence[int]) -> int:
+    """Versions before the newest that forwards in flight may read, where the order is free; else 0."""
+    return max(-(-(max(plan.stages[k].in_flight, 1) - 1) // plan.micro_batches) for k in stages)
+
+
+def _tapes_allowed(plan: Plan, stages: Sequence[int]) -> int:
+    """Bytes of the tapes of all forwards that may be in flight, where the order is free; else 0."""
+    return sum(plan.stages[k].in_flight * plan.stages[k].tape_bytes for k in stages)
 
 
 def _elsewhere(plan: Plan, stage: int, kind: str) -> tuple[int, int]:
