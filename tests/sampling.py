@@ -21,7 +21,7 @@ from zlib import crc32
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
-CAP_S = 0.8
+CAP_S = 0.4
 """Seconds that one function may take on an average commit."""
 
 ALWAYS = {

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from roundelay.errors import RoundelayError, UsageError, WorkerLostError
+from roundelay.peers import member_store
 from roundelay.peers import members as service
-from roundelay.peers.listener import LOOPBACK
+from roundelay.peers.gate import Gate
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.member_store import HOST_NAME, MemberStore
-from roundelay.peers.members import Members
+from roundelay.peers.member_store import MemberStore
+from roundelay.peers.members import HOST_NAME, Members
 from roundelay.trust.authority import HOST
 from tests.peers.strangers import OURS, in_child
 
 SOON_S = 0.5
+WITHOUT_DATA = "grpc.http2.min_ping_interval_without_data_ms"
 
 
 @dataclass
@@ -40,12 +43,13 @@ class Serving:
 @contextmanager
 def serving() -> Iterator[Serving]:
     loop, refused = LoopThread("peers"), list[str]()
-    members = Members(OURS.issue(HOST_NAME, HOST), loop, (LOOPBACK, 0), lambda peer, reason: refused.append(reason))
-    one, two = (MemberStore(members.address, OURS.issue(name), name, loop) for name in ("worker-1", "worker-2"))
+    gate = Gate(loop, lambda peer, reason: refused.append(reason))
+    members = Members(OURS.issue(HOST_NAME, HOST), gate, lambda peer, reason: refused.append(reason))
+    one, two = (MemberStore(gate.address, OURS.issue(name), name, loop) for name in ("worker-1", "worker-2"))
     try:
         yield Serving(members, one, two, refused)
     finally:
-        for each in (one, two, members, loop):
+        for each in (one, two, members, gate, loop):
             each.close()
 
 
@@ -139,5 +143,28 @@ def test_a_member_takes_its_own_files_only() -> None:
             at.members.leave("worker-1", "state", b"own")
             assert at.one.take("state", 100, 5.0) == b"own"
             at.goes_on()
+
+    in_child(body)
+
+
+def test_who_waits_for_long_is_not_taken_for_one_who_floods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if minutes passed: pings come a hundred times as often, and may."""
+    monkeypatch.setitem(member_store._OPTIONS, "grpc.keepalive_time_ms", service.PING_MS // 100)
+    monkeypatch.setitem(service.OPTIONS, WITHOUT_DATA, service.OPTIONS[WITHOUT_DATA] // 100)
+
+    def body() -> None:
+        with serving() as at, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(at.one.take, "verdict", 100, 30.0)
+            time.sleep(6.0)
+            at.members.leave("worker-1", "verdict", b"go")
+            assert waiting.result(5.0) == b"go"
+
+    in_child(body)
+
+
+def test_a_member_that_says_nothing_is_named() -> None:
+    def body() -> None:
+        with serving() as at, pytest.raises(WorkerLostError, match=r"worker-2: got no offer within 0\.2 s"):
+            at.members.get("offer worker-2", 0.2)
 
     in_child(body)

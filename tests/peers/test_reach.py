@@ -41,14 +41,14 @@ def test_one_port_of_a_machine_is_all_that_others_need_and_a_router_may_pass_it_
     assert not any("Refused" in said.err for said in others)
 
 
-@pytest.mark.parametrize("answers", [False, True], ids=["nobody", "somebody else"])
+@pytest.mark.parametrize("answers", [False, True], ids=["nobody", "somebody silent"])
 def test_whoever_is_not_reached_is_told_where_and_what_to_do(answers: bool, tmp_path: Path) -> None:
     with nothing_left_behind(), socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1] if answers else free_port('127.0.0.1')}"
         run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8)
         host, unreached, other = run.ended([run.join(0, "--advertise", where), run.join(1)])
     assert [said.code for said in (host, unreached, other)] == [2, 2, 2], host.err
-    why = "somebody else answers there" if answers else "Connection refused"
+    why = "no answer within 15 s" if answers else "Connection refused"
     one_screen(host, "worker-1", f"do not reach it at {where}: {why}", "--listen", "last invitation")
     one_screen(unreached, f"do not reach it at {where}: {why}", "--listen", "last invitation")
     one_screen(other, "the run does not begin")

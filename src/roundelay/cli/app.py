@@ -190,7 +190,7 @@ def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_jso
     return int(command.verify_command(job_file, choices, options, process_group, as_json=as_json))
 
 
-@app.command("host", epilog="Example: `roundelay host my_job.py --peers 3 --listen 192.168.1.20 --out shared`")
+@app.command("host", epilog="Example: `roundelay host my_job.py --peers 3 --listen 192.168.1.20:7700 --out shared`")
 @o.expand_options
 def host(
     job_file: o.JobFile, choices: Choices, options: HostOptions, arithmetic: Arithmetic = None, as_json: o.Json = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,7 +80,7 @@ OFFER_S = 180.0
 """Seconds in which a machine that has joined must have measured itself."""
 
 READY_S = 600.0
-"""Seconds in which a machine must have fetched its part of the model."""
+"""Seconds in which a machine must be ready, beyond three times those in which the slowest line carries all parts."""
 
 TELL_S = 1.0
 """Seconds in which those that wait may still ask why the run does not begin."""
@@ -97,7 +98,7 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         job_file: defines the job.
         choices: for the plan.
         options: of the run.
-        as_json: print one JSON object at the end, and each invitation as one before.
+        as_json: print one JSON object at the end.
     """
     address_of(options.listen), advertised_of(options.advertise)
     paths, run = PathResolver(), options.of_run()
@@ -190,9 +191,10 @@ def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> _Waitin
     stack.callback(door.close)
     expiry = int(time.time() + options.wait_s) + 1
     stderr.print(SEES, markup=False)
+    probe, here = bytes(PROBE_BYTES), ipaddress.ip_address(gate.listener.address[0]).is_loopback
     for worker in range(1, options.peers):
-        texts.leave(name_of(worker), PROBE, bytes(PROBE_BYTES))
-        _invite(door.invite(name_of(worker), expiry).text(), worker)
+        texts.leave(name_of(worker), PROBE, probe)
+        _invite(door.invite(name_of(worker), expiry).text(), worker, "" if here else _listens(worker, options.peers))
     return _Waiting(authority, own, gate, texts, came, log.refuse)
 
 
@@ -204,29 +206,35 @@ def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
         UsageError: one is refused.
     """
     own = own_offer(int(SHARE * psutil.virtual_memory().available))
-    _wait(waiting.came, options)
-    found, refused = [own], dict[str, str]()
-    for worker in range(1, options.peers):
-        name = name_of(worker)
-        offer = Offer.parse(waiting.texts.get(f"{OFFER} {name}", OFFER_S), name)
-        found.append(offer)
-        why = refusal(own, offer) or (_unreached(waiting, name, offer) if worker < options.peers - 1 else "")
-        refused |= {name: why} if why else {}
+    names = [name_of(worker) for worker in range(1, options.peers)]
+    found: dict[str, Offer] = {}
+    for name in _coming(waiting.came, options):
+        found[name] = offer = Offer.parse(waiting.texts.get(f"{OFFER} {name}", OFFER_S), name)
         rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
         speed = f"{own.probe_s / offer.probe_s:.2f} times as fast as this machine"
         stderr.print(f"{name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.", markup=False)
-    for name in map(name_of, range(1, options.peers)):
-        waiting.texts.leave(name, VERDICT, refused.get(name, "the run does not begin" if refused else "").encode())
-    if refused:
-        time.sleep(TELL_S)
-        name, why = next(iter(refused.items()))
-        raise UsageError(
-            name,
-            got=why,
-            expected="machines that compute the same bits, and that others reach",
-            remedy="Host the run again.",
-        )
-    return found
+        if why := refusal(own, offer) or (_unreached(waiting, name, offer) if name != names[-1] else ""):
+            _refuse(waiting, names, name, why)
+    for name in names:
+        waiting.texts.leave(name, VERDICT, b"")
+    return [own, *[found[name] for name in names]]
+
+
+def _refuse(waiting: _Waiting, names: Sequence[str], refused: str, why: str) -> None:
+    """End the run before it begins, as a machine does not fit; tell those that are here.
+
+    Raises:
+        UsageError: always.
+    """
+    for name in names:
+        waiting.texts.leave(name, VERDICT, (why if name == refused else "the run does not begin").encode())
+    time.sleep(TELL_S)
+    raise UsageError(
+        refused,
+        got=why,
+        expected="machines that compute the same bits, and that others reach",
+        remedy="Host the run again, and give each machine its new invitation.",
+    )
 
 
 def _unreached(waiting: _Waiting, name: str, offer: Offer) -> str:
@@ -241,7 +249,11 @@ def _unreached(waiting: _Waiting, name: str, offer: Offer) -> str:
 def _replanned(
     prepared: Prepared, facts: ModelFacts, asked: Choices, offers: Sequence[Offer], run: RunOptions
 ) -> Prepared:
-    """The run by a plan for the machines as they are; where none fits, by the one for equal machines."""
+    """The run by a plan for the machines as they are.
+
+    Raises:
+        PlanError: none fits.
+    """
     planned, threads = prepared.planned, threads_each(offers)
     known = {count for count in (1, planned.plan.threads) if count <= threads}
     choices = replace(asked, threads=asked.threads or max(known))
@@ -261,12 +273,19 @@ def _stage_text(stage: StagePlan) -> str:
 def _assigned(prepared: Prepared, waiting: _Waiting, peers: int) -> PeerGroup:
     """Leave for each machine what it is assigned."""
     session, optimizer = prepared.session, optimizer_of(prepared.session)
+    sent = 0
     for worker in range(1, peers):
         assignment, state = assignment_of(session, worker, optimizer, GENERATION)
         waiting.texts.leave(name_of(worker), ASSIGNMENT, assignment)
         waiting.texts.leave(name_of(worker), STATE, state)
+        sent += len(state)
+    slowest = min((edge.bytes_per_s for edge in session.plan.edges if edge.bytes_per_s), default=0.0)
+    waiting_s = READY_S + (3 * sent / slowest if slowest else 0.0)
     for name in map(name_of, range(1, peers)):
-        if why := waiting.texts.get(f"{READY} {name}", READY_S):
+        why = waiting.texts.get(f"{READY} {name}", waiting_s)
+        for kind in (ASSIGNMENT, STATE):
+            waiting.texts.drop(name, kind)
+        if why:
             raise UsageError(
                 name,
                 got=why,
@@ -277,13 +296,19 @@ def _assigned(prepared: Prepared, waiting: _Waiting, peers: int) -> PeerGroup:
     return PeerGroup(place, waiting.texts, Guard(waiting.refuse, waiting.gate))
 
 
-def _invite(text: str, worker: int) -> None:
-    stderr.print(f"For machine {worker + 1}, once, within the time of --wait-s:", markup=False)
-    stderr.print(f"  roundelay join {text}", markup=False, soft_wrap=True)
+def _listens(worker: int, peers: int) -> str:
+    """What is typed behind an invitation: where the machine with the next stage reaches this one."""
+    return " --listen ADDRESS:PORT" if worker < peers - 1 else ""
 
 
-def _wait(came: SimpleQueue[Seat], options: HostOptions) -> None:
-    """Wait until every seat is taken.
+def _invite(text: str, worker: int, listens: str) -> None:
+    where = ", with an address and a port of that machine" if listens else ""
+    stderr.print(f"For machine {worker + 1}, once, within the time of --wait-s{where}:", markup=False)
+    stderr.print(f"  roundelay join {text}{listens}", markup=False, soft_wrap=True)
+
+
+def _coming(came: SimpleQueue[Seat], options: HostOptions) -> Iterator[str]:
+    """The names of those who come, until every seat is taken.
 
     Raises:
         DeadlineError: it takes too long.
@@ -306,3 +331,4 @@ def _wait(came: SimpleQueue[Seat], options: HostOptions) -> None:
             stderr.print(
                 f"{seat.name} has joined: {len(seats) + 1} of {options.peers} machines are here.", markup=False
             )
+            yield seat.name

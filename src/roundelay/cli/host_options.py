@@ -42,7 +42,9 @@ Advertise = Annotated[
 class HostOptions:
     """Options of ``host`` other than its plan's choices, one for each field."""
 
-    peers: Annotated[int, typer.Option(help="Machines that train, this one included.", min=2, max=64)]
+    peers: Annotated[
+        int, typer.Option(help="Machines that train, this one included.", min=2, max=64, show_default=False)
+    ]
     listen: Listen = None
     advertise: Advertise = None
     wait_s: Annotated[
@@ -88,7 +90,7 @@ def address_of(listen: str | None) -> tuple[str, int]:
     host, port = _parts(LOOPBACK if listen is None else listen.strip())
     try:
         number = ipaddress.ip_address(host)
-        if port.isdecimal() and int(port) < 2**16 and not number.is_unspecified and not number.is_multicast:
+        if port.isdecimal() and int(port) < 2**16 and is_host(str(number)):
             return host, int(port)
     except ValueError:
         pass

@@ -86,7 +86,8 @@ def _show_panel(error: RoundelayError) -> None:
 
 def _short(text: str) -> str:
     """Shorten a text to a few lines: messages of user code have any length."""
-    lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
+    lines = ["".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.strip().splitlines()]
+    lines = [line for line in lines if line]
     cut = "\n".join(lines[:_LINES])
     return cut if len(cut) <= _CHARACTERS and len(lines) <= _LINES else cut[:_CHARACTERS].rstrip() + " ..."
 

@@ -48,6 +48,7 @@ class Place:
         generation: of the run.
         data_bytes: most that a message between workers may have.
         report_bytes: most that a message of a report may have.
+        silent_ms: milliseconds that a ping's answer may take.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Place:
     generation: int
     data_bytes: int
     report_bytes: int
+    silent_ms: int
 
 
 @final
@@ -93,9 +95,6 @@ class _GroupMeeting(Meeting):
         except RoundelayError as error:
             raise RuntimeError(str(error)) from error
 
-
-SILENT_MS = 1500
-"""Milliseconds that a ping's answer may take: no launcher watches these machines."""
 
 _WORKER = re.compile(r"worker (\d{1,4})")
 
@@ -205,5 +204,5 @@ class PeerGroup(ProcessGroup):
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
         service = f"{name}-{self.restart}"
-        member = Member(own.credentials, meeting, own.generation, service, SILENT_MS, *self._guard)
+        member = Member(own.credentials, meeting, own.generation, service, own.silent_ms, *self._guard)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

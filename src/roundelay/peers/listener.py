@@ -36,6 +36,7 @@ HELLO_S, HELLO_BYTES = 5.0, 16 * 1024
 """Seconds and bytes in which a connection must name the server that it wants."""
 
 _HANDSHAKE = 0x16  # first byte of a record of TLS that carries a handshake
+_HEAD_BYTES = 5  # of a record: kind, version, length
 _CHUNK_BYTES, _STAYING_BYTES = 4096, 2**18
 """Most bytes that are read at one time, from strangers and from who stays."""
 
@@ -227,12 +228,14 @@ class Listener:
         """The service that these first bytes ask for, or why they are refused, or neither if more must come."""
         if hello[0] != _HANDSHAKE:
             return None, refusals.PLAINTEXT
+        if len(hello) < _HEAD_BYTES + int.from_bytes(hello[3:_HEAD_BYTES], "big"):
+            return None, refusals.OVERSIZE if len(hello) > HELLO_BYTES else ""
         try:
             name = server_name(hello)
         except ssl.SSLError:
             return None, refusals.BROKEN
-        if name is None:
-            return None, refusals.OVERSIZE if len(hello) > HELLO_BYTES else ""
+        if name is None:  # a hello of several records, which nobody needs
+            return None, refusals.BROKEN
         service = self._services.get(name)
         return service, "" if service else refusals.UNKNOWN_SERVICE
 
@@ -309,7 +312,7 @@ def _bound(listen: Address) -> socket.socket:
             f"listening on {host}:{port}",
             got=_cause(error),
             expected="an address of this machine, and a port that is free",
-            remedy="Give another one; 0.0.0.0 is every IPv4 address of this machine, port 0 any free port.",
+            remedy="Give another one; port 0 is any free port.",
         ) from error
 
 

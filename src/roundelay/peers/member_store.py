@@ -8,9 +8,12 @@ from typing import Any, final
 from roundelay.errors import RoundelayError, UsageError, WorkerLostError
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.members import GET, HERE, HOST_NAME, OPEN_S, PIECE_BYTES, PUT, TAKE
+from roundelay.peers.members import GET, HERE, HOST_NAME, OPEN_S, PIECE_BYTES, PING_MS, PUT, TAKE
 from roundelay.trust.authority import Credentials
 from roundelay.trust.invitation import Address, address_text
+
+PROBE_S = 10.0
+"""Seconds after which what has come is enough to tell how fast a link is."""
 
 ROUNDS = 5
 """Messages there and back, of which the fastest counts."""
@@ -19,8 +22,9 @@ _OPTIONS = {
     "grpc.ssl_target_name_override": HOST_NAME,
     "grpc.max_receive_message_length": PIECE_BYTES + 1024,
     "grpc.enable_http_proxy": 0,
-    "grpc.keepalive_time_ms": 20_000,
-    "grpc.keepalive_timeout_ms": 10_000,
+    "grpc.keepalive_time_ms": PING_MS,
+    "grpc.keepalive_timeout_ms": 60_000,  # a ping's answer waits behind what a slow line still carries
+    "grpc.http2.max_pings_without_data": 0,
 }
 
 
@@ -121,6 +125,9 @@ class MemberStore:
             at, came, started = 0.0, 0, False
             async for piece in call:
                 now = time.perf_counter()
+                if started and now - at > PROBE_S:
+                    call.cancel()
+                    break
                 came += len(piece) if started else 0
                 if not started and len(piece) == PIECE_BYTES:  # the first ones open the window
                     started, at = True, now

@@ -9,7 +9,7 @@ Take     returns bytes that the host has left for this member, in pieces
 =======  ========================================================================================================
 
 A listener stands before it, which cuts whoever does not prove in time to be a member, and reports it.
-What a member says is never more than :data:`MOST_BYTES`, and it is told nothing that was left for another.
+What a member says is never more than :data:`MOST_BYTES`; it may read the texts of others, and no bytes left for them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, final
 
+from roundelay.errors import DeadlineError, WorkerLostError
 from roundelay.peers.gate import Gate
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.listener import LOOPBACK, MEMBER_LIMITS, Service
@@ -30,6 +31,8 @@ MOST_BYTES, MOST_TEXTS = 64 * 1024, 256
 
 PIECE_BYTES = 2**20
 OPEN_S = 5.0
+PING_MS = 20_000
+"""Milliseconds between two pings of a member that waits."""
 
 HERE = "here"
 """Name of a text that is always there."""
@@ -51,6 +54,7 @@ OPTIONS = {
     "grpc.max_metadata_size": 8 * 1024,
     "grpc.max_concurrent_streams": 16,
     "grpc.so_reuseport": 0,
+    "grpc.http2.min_ping_interval_without_data_ms": PING_MS // 2,  # else a member that waits for minutes is cut
     "grpc.server_handshake_timeout_ms": int(1000 * 3 * OPEN_S),  # the listener cuts first, and reports
 }
 
@@ -84,9 +88,18 @@ class Members:
         """Wait for a text.
 
         Raises:
-            DeadlineError: it does not come in time.
+            WorkerLostError: it does not come in time.
         """
-        return self._loop.run(self._get(name), deadline_s)
+        try:
+            return self._loop.run(self._get(name), deadline_s)
+        except DeadlineError as error:
+            what, _, member = name.rpartition(" ")
+            raise WorkerLostError(
+                member,
+                got=f"no {what} within {deadline_s:g} s",
+                expected="a machine that stays until the run has ended",
+                remedy="Ask its owner what `roundelay join` said there, and host the run again.",
+            ) from error
 
     def leave(self, member: str, name: str, data: bytes) -> None:
         """Leave bytes for one member, who gets them whenever it takes them.
@@ -97,6 +110,10 @@ class Members:
             data: any number of them.
         """
         self._loop.run(self._leave(member, name, data), OPEN_S)
+
+    def drop(self, member: str, name: str) -> None:
+        """Forget the bytes that were left under a name for a member."""
+        self._loop.soon(self._files.pop, (member, name), None)
 
     def close(self) -> None:
         """Stop, and end all calls."""

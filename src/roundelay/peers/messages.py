@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, final
 import msgspec
 from msgspec import Meta
 
-from roundelay.trust.invitation import SECRET_BYTES, Address
+from roundelay.trust.invitation import SECRET_BYTES
 from roundelay.trust.request import MAX_REQUEST_BYTES
 
 MAX_BYTES = 16 * 1024
@@ -26,6 +26,7 @@ JOIN_S = 5.0
 """Seconds that a call may take."""
 
 _Word = Annotated[str, Meta(max_length=64)]
+_At = tuple[Annotated[str, Meta(max_length=253)], Annotated[int, Meta(gt=0, lt=2**16)]]
 _Pem = Annotated[bytes, Meta(max_length=4096)]
 
 
@@ -80,7 +81,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welc
     name: _Word
     role: _Word
     generation: Annotated[int, Meta(ge=0, lt=2**32)]
-    members: Annotated[tuple[Address, ...], Meta(max_length=16)]
+    members: Annotated[tuple[_At, ...], Meta(min_length=1, max_length=16)]
 
 
 @final

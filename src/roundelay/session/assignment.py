@@ -117,6 +117,12 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: _Count
 
 
+LEAST_SILENT_MS, MOST_SILENT_MS = 1500, 60_000
+"""Within these a ping's answer must come: no launcher watches the machines."""
+
+QUEUED_BYTES = 6 * 2**20
+"""What may lie before a ping: a piece of a message, the kernel's buffer, a router's."""
+
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Assignment)
 
 
@@ -314,7 +320,22 @@ def place_of(reading: Reading, rank: int, credentials: Credentials, generation: 
     plan = reading.plan
     largest = max((n for edge in plan.edges for n in (edge.forward_bytes, edge.backward_bytes)), default=0)
     reports = max(_needed(reading, stage) for stage in range(plan.num_stages))
-    return Place(rank, plan.num_workers, credentials, generation, 4 * largest + 2**20, 2 * reports + MOST_BYTES)
+    return Place(
+        rank,
+        plan.num_workers,
+        credentials,
+        generation,
+        data_bytes=4 * largest + 2**20,
+        report_bytes=2 * reports + MOST_BYTES,
+        silent_ms=silent_ms(plan),
+    )
+
+
+def silent_ms(plan: Plan) -> int:
+    """Milliseconds that a ping's answer may take: it waits behind what the slowest line still carries."""
+    lines = [(edge.latency_s or plan.latency_s, edge.bytes_per_s or plan.bytes_per_s) for edge in plan.edges]
+    needed = max((2 * latency_s + QUEUED_BYTES / max(1.0, rate) for latency_s, rate in lines), default=0.0)
+    return round(min(MOST_SILENT_MS, max(LEAST_SILENT_MS, 1e3 * needed)))
 
 
 def _states(assignment: Assignment, tensors: Mapping[str, torch.Tensor]) -> list[HeldState]:

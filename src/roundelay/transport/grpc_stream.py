@@ -302,7 +302,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
                 f"worker {self.worker} connecting to worker {link.worker}",
                 got=await _told(call, error),
                 expected="a worker of the same run, which lets it in",
-                remedy="Check that both have valid certificates of the run's authority, and the same version.",
+                remedy=f"Check that it reaches {address}, and that both have the same version.",
             ) from error
         link.opened.set()
         self._carrying.append(self._loop.create_task(self._carry(link, call, call)))
