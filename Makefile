@@ -74,6 +74,9 @@ verify-rules: $(DONE) ## The first of these alone; SHORT=--short takes minutes
 free-runs: $(DONE) ## Replay 30 runs whose order is free (3 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.equivalence.free_runs --runs 30
 
+verify-grpc: $(DONE) ## 40 cells of the table of models, by lot, with workers that prove to each other who they are (10 minutes)
+	@$(BIN)/python -m tests.equivalence.table --transport grpc --sample 40 --seed 5 --models skip batchnorm tied_head mlp token_mean
+
 search-table: $(DONE) ## Compare the search with experts, brute force and HiGHS on random models, graphs and GPTs (hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.search.long
 
@@ -93,6 +96,12 @@ options: $(DONE) ## Verify each option under each rule; ignore each one, see its
 bench: $(DONE) ## Run the short form of every benchmark; the machine must be quiet
 	@for name in $(patsubst benchmarks/%/run.py,%,$(wildcard benchmarks/*/run.py)); do \
 	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.$$name.run --short $(BENCH) || exit 1; \
+	done
+
+PEERS := assumptions capacity ends messages refusals time_to_loss unequal
+bench-peers: $(DONE) ## Run the short form of every benchmark of hosted runs, in namespaces with slow lines (30 minutes)
+	@for name in $(PEERS); do \
+	  echo; echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.peers.$$name --short $(BENCH) || exit 1; \
 	done
 
 growth: $(DONE) ## Train 10,000 updates over each transport; print the bytes that each takes, in every process
