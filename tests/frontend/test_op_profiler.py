@@ -16,10 +16,10 @@ NAMES = ["mlp", "gpt2", "batchnorm", "views", "tied_head", "lstm", "frozen"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_operation_is_measured_and_the_model_stays_as_it_was(name: str) -> None:
-    captured = captured_of(name)
+    captured, batch = captured_of(name), sample(name)
     kept = {n: t.clone() for n, t in captured.model.state_dict().items()}
     state = torch.random.get_rng_state()
-    found = measure_operations(captured, sample(name), repeats=1)
+    found = measure_operations(captured, batch, repeats=1)
     assert {len(found.forward_s), len(found.backward_s), len(found.update_s)} == {len(captured.graph.ops) + 1}
     assert all(seconds > 0 for seconds in found.forward_s)
     assert all(seconds >= 0 for seconds in (*found.backward_s, *found.update_s))
