@@ -18,7 +18,7 @@ from roundelay.frontend import Captured
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.plan import Plan
 from roundelay.planner.free_order import with_capacities
-from roundelay.runtime.handlers import Context, Handler, do_backward, do_forward
+from roundelay.runtime.handlers import HANDLERS, Context, Handler, do_backward, do_forward
 from roundelay.session.training import Length, Session
 from roundelay.transport import Connecting
 
@@ -26,8 +26,8 @@ MBIT_PER_S, RTT_MS = 100, 40
 BYTES_PER_S = 0.965 * MBIT_PER_S * 1e6 / 8
 """What TCP has of the line."""
 
-STAGES, FORWARD_S, BACKWARD_S = 3, 0.008, 0.012
-COMPUTE_LIMIT = 1 / (FORWARD_S + BACKWARD_S)
+STAGES, FORWARD_S, BACKWARD_S, UPDATE_S = 3, 0.008, 0.011, 0.001
+COMPUTE_LIMIT = 1 / (FORWARD_S + BACKWARD_S + UPDATE_S)
 """Updates per second of a stage that never waits."""
 
 WIDTH = 64
@@ -73,7 +73,7 @@ def plan_of(job: Job, captured: Captured, transport: str) -> Plan:
 
 def timed(plan: Plan) -> Plan:
     """The plan with the seconds that its stages sleep."""
-    stages = [replace(stage, forward_s=FORWARD_S, backward_s=BACKWARD_S, update_s=0.0) for stage in plan.stages]
+    stages = [replace(stage, forward_s=FORWARD_S, backward_s=BACKWARD_S, update_s=UPDATE_S) for stage in plan.stages]
     return replace(plan, stages=tuple(stages))
 
 
@@ -107,4 +107,8 @@ def asleep() -> Mapping[str, Handler]:
         time.sleep(max(0.0, end - time.perf_counter()))
         return header
 
-    return {"forward": partial(within, FORWARD_S, do_forward), "backward": partial(within, BACKWARD_S, do_backward)}
+    return {
+        "forward": partial(within, FORWARD_S, do_forward),
+        "backward": partial(within, BACKWARD_S, do_backward),
+        "update": partial(within, UPDATE_S, HANDLERS["update"]),
+    }
