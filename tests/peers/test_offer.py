@@ -21,7 +21,7 @@ def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all()
 
 
 def test_processes_of_one_machine_are_equally_fast_and_share_its_cores() -> None:
-    offers = [offer(ONE, 0.3), offer(ONE, 0.1), offer(TWO, 0.2)]
+    offers = [offer(ONE, 0.1), offer(ONE, 0.3), offer(TWO, 0.2)]
     assert [worker.speed for worker in cluster_of(offers).workers] == [1.0, 1.0, 0.5]
     assert threads_each(offers) == 2
 
