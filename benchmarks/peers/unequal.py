@@ -2,7 +2,7 @@
 
 `roundelay host` on the peer of 0.8 measures all three and cuts the model by what it finds, over lines of 1 Gbit/s and
 1 ms. The optimum is of all cuts the one whose slowest peer takes the least, by what plain PyTorch takes on each peer
-for all blocks, on all at the same time. Beside it equal cuts. Updates per second are those of the last half of a run.
+for all blocks, on all at the same time. Beside it five, five and four blocks. Updates per second are those of the last half of a run.
 
     .venv/bin/python -m benchmarks.peers.unequal [--repeats 3] [--short] [--anyway] [--out FILE]
 """
@@ -31,6 +31,8 @@ MBIT_PER_S, RTT_MS = 1000, 1
 STEPS, WANTED = 160, 0.85
 ALONE_S = 10.0
 JOB = Path(blocks.__file__)
+WAYS = {"by speed": "measured", "equal": "linear_9,linear_19"}
+"""How the model is cut: option `--cuts`."""
 
 
 def alone() -> float:
@@ -72,8 +74,7 @@ def main() -> None:
     """Run, and print a table."""
     what = asked(__doc__ or "", repeats=3)
     steps = STEPS // 2 if what.short else STEPS
-    cuts: dict[str, list[str]] = {"by speed": [], "equal": []}
-    ways = {"by speed": "measured", "equal": "equal"}
+    cuts: dict[str, list[str]] = {way: [] for way in WAYS}
     with (
         tempfile.TemporaryDirectory() as folder,
         Bed(len(CORES), mbit_per_s=MBIT_PER_S, rtt_ms=RTT_MS, cores=CORES) as bed,
@@ -82,12 +83,12 @@ def main() -> None:
 
         def updates_per_s(way: str) -> float:
             out = Path(folder) / f"{way} {time.monotonic_ns()}"
-            run = hosted(bed, len(CORES), JOB, out, ["--steps", str(steps), "--cuts", ways[way]])
+            run = hosted(bed, len(CORES), JOB, out, ["--steps", str(steps), "--cuts", WAYS[way]])
             cuts[way].append("-".join(map(str, cuts_of(run.plan))))
             last = run.updates[steps // 2 :]
             return (len(last) - 1) / (last[-1]["seconds"] - last[0]["seconds"])
 
-        found = alternate({way: partial(updates_per_s, way) for way in ways}, what.repeats)
+        found = alternate({way: partial(updates_per_s, way) for way in WAYS}, what.repeats)
     best, own = optimum(rates)
     rows = [
         [way, " ".join(sorted(set(cuts[way]))), spread(each, 2), f"{statistics.median(each) / best:.2f}"]
