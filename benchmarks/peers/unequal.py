@@ -2,7 +2,8 @@
 
 `roundelay host` on the peer of 0.8 measures all three and cuts the model by what it finds, over lines of 1 Gbit/s and
 1 ms. The optimum is of all cuts the one whose slowest peer takes the least, by what plain PyTorch takes on each peer
-for all blocks, on all at the same time. Beside it five, five and four blocks. Updates per second are those of the last half of a run.
+for all blocks, on all at the same time. Beside it five, five and four blocks. Updates per second are those of the
+last half of a run.
 
     .venv/bin/python -m benchmarks.peers.unequal [--repeats 3] [--short] [--anyway] [--out FILE]
 """
