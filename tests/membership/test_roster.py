@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from roundelay.membership import roster as rosters
 from roundelay.membership.roster import (
     FOLLOWS,
+    NAME,
     Attempt,
     Roster,
     Seat,
     State,
     admit,
     moved,
+    name_after,
     network_of,
     seat_for,
     taken,
@@ -222,3 +225,12 @@ class Machine(RuleBasedStateMachine):
 
 def test_attempts_moves_and_time_in_any_order_give_each_seat_to_one_owner() -> None:
     run_state_machine_as_test(Machine)
+
+
+def test_a_second_machine_in_a_place_has_another_name() -> None:
+    names = ["worker-12"]
+    while following := name_after(names[-1]):
+        names.append(following)
+    assert names[:3] == ["worker-12", "worker-12b", "worker-12c"]
+    assert len({*names}) == len(names) == 26
+    assert all(re.fullmatch(NAME, name) for name in names)

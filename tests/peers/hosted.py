@@ -39,6 +39,15 @@ class Hosted:
         folder.mkdir(exist_ok=True)
         return joining(folder, self.invitations[number], *args, **env)
 
+    def invited(self, count: int) -> None:
+        """Wait until there are so many invitations in all."""
+        until = time.monotonic() + PATIENCE_S
+        while len(found := INVITATION.findall(self.log.read_text())) < count:
+            assert self.host.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+        self.invitations[:] = found
+
     def ended(self, joined: Sequence[subprocess.Popen[str]]) -> list[Said]:
         """What the host and the others said, when all have ended."""
         said = [finish(self.host, PATIENCE_S), *[finish(one, PATIENCE_S) for one in joined]]
@@ -64,9 +73,6 @@ def hosting(folder: Path, job: object, *args: object, peers: int = 3, **env: str
     log = folder / "host.log"
     with log.open("w") as written:
         host = start(folder, "host", job, "--peers", peers, *args, stderr=written, **env)
-    until = time.monotonic() + PATIENCE_S
-    while len(found := INVITATION.findall(log.read_text())) < peers - 1:
-        assert host.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
-    return Hosted(host, found, folder, log)
+    run = Hosted(host, [], folder, log)
+    run.invited(peers - 1)
+    return run

@@ -22,6 +22,7 @@ from roundelay.session.training import Length, Session
 from tests.equivalence.cells import OPTIMIZERS, Variant, bench
 
 MEMORY, RANK = 2**24, 1
+NAMES = ("worker-0", "worker-1b", "worker-2")
 OPENED: list[str] = []
 WATCHING: list[bool] = []
 
@@ -41,7 +42,7 @@ def honest() -> tuple[bytes, bytes]:
     place = bench("skip")
     plan = place.plan(Variant("ravnest", "none", "stash"), 3, 1, "grpc")
     session = Session(place.job(OPTIMIZERS["momentum"]), place.captured, plan, 0, Length(steps=9))
-    return assignment_of(session, RANK, optimizer_of(session), 0)
+    return assignment_of(session, RANK, optimizer_of(session), NAMES, 0)
 
 
 @cache
@@ -68,7 +69,7 @@ def taken(assignment: bytes, state: bytes) -> bool:
     """Whether a machine takes what it is sent."""
     with nothing_else():
         try:
-            read, reading = read_assignment(assignment, RANK, MEMORY)
+            read, reading = read_assignment(assignment, NAMES[RANK], MEMORY)
             task_of(read, reading, state)
         except RoundelayError:
             return False
@@ -160,17 +161,23 @@ def test_a_huge_number_of_a_plan_is_refused(field: str) -> None:
 
 def test_more_than_a_machine_allows_is_refused_by_its_option() -> None:
     with pytest.raises(UsageError, match="--memory-limit"):
-        read_assignment(honest()[0], RANK, 1000)
+        read_assignment(honest()[0], NAMES[RANK], 1000)
 
 
 def test_what_is_for_another_machine_is_refused() -> None:
-    with pytest.raises(UsageError, match="the stages of another worker"):
-        read_assignment(msgspec.msgpack.encode(plain() | {"worker": RANK + 1}), RANK, MEMORY)
+    for worker in (RANK + 1, 7):
+        with pytest.raises(UsageError, match="the stages of another worker"):
+            read_assignment(msgspec.msgpack.encode(plain() | {"worker": worker}), NAMES[RANK], MEMORY)
+    for names in (NAMES[1:], NAMES[:1], (*NAMES[:RANK], "worker-9", *NAMES[RANK + 1 :]), (NAMES[RANK],) * len(NAMES)):
+        with pytest.raises(UsageError, match="the stages of another machine"):
+            read_assignment(msgspec.msgpack.encode(plain() | {"names": names}), NAMES[RANK], MEMORY)
+    with pytest.raises(UsageError, match="the names of"):
+        read_assignment(msgspec.msgpack.encode(plain() | {"names": (*NAMES, "worker-9")}), NAMES[RANK], MEMORY)
 
 
 def test_the_size_of_messages_comes_from_the_plan() -> None:
-    _, reading = read_assignment(honest()[0], RANK, MEMORY)
-    place = place_of(reading, RANK, None, 0)  # type: ignore[arg-type]
+    _, reading = read_assignment(honest()[0], NAMES[RANK], MEMORY)
+    place = place_of(reading, RANK, NAMES, None, 0)  # type: ignore[arg-type]
     assert place.data_bytes < 2**21
     assert place.report_bytes < 2**28
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -134,6 +136,24 @@ def test_a_machine_without_the_memory_for_its_part_is_refused_by_name(tmp_path: 
     assert (host.code, other.code) == (2, 2)
 
 
+def test_the_place_of_a_machine_that_leaves_is_offered_anew(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 20, "--json")
+        leaves = run.join(0)
+        wait_for(run.log, "worker-1: ")
+        os.kill(leaves.pid, signal.SIGKILL)
+        leaves.communicate()
+        run.invited(3)
+        used = joined_and_ended(tmp_path, run.invitations[0])
+        one_screen(used, "seat revoked")
+        host, *others = run.ended([run.join(1), run.join(2)])
+    assert [said.code for said in (host, *others)] == [0, 0, 0], host.err
+    assert "worker-1 does not take part: it has left" in host.err
+    assert "as worker-1b" in others[1].err
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "shared" / "refused.jsonl").read_text().splitlines()]
+    assert reasons == ["seat revoked"]
+
+
 def test_nobody_comes_and_the_host_ends(tmp_path: Path) -> None:
     with nothing_left_behind():
         run = hosting(tmp_path, MLP, "--out", "shared", "--wait-s", 2, peers=2)
@@ -148,10 +168,14 @@ def test_nobody_comes_and_the_host_ends(tmp_path: Path) -> None:
 def test_another_arithmetic_is_refused_by_name_and_the_same_on_both_sides_agrees(tmp_path: Path) -> None:
     with nothing_left_behind():
         run = hosting(tmp_path, MLP, "--out", "mixed", "--steps", 8, peers=2)
-        host, other = run.ended([run.join(0, "--arithmetic", "sse")])
-        assert (host.code, other.code) == (2, 2), host.err + other.err
-        for said in (host, other):
-            one_screen(said, "another arithmetic", "--arithmetic")
+        refused = finish(run.join(0, "--arithmetic", "sse"))
+        one_screen(refused, "another arithmetic", "--arithmetic")
+        run.invited(2)
+        host, other = run.ended([run.join(1)])
+        assert (host.code, refused.code, other.code) == (0, 2, 0), host.err + other.err
+        assert "worker-1 does not take part: another arithmetic" in host.err
+        lines = [json.loads(line) for line in (tmp_path / "mixed" / "refused.jsonl").read_text().splitlines()]
+        assert [(line["peer"], line["reason"]) for line in lines] == [("worker-1", "another arithmetic")]
         run = hosting(tmp_path, MLP, "--out", "same", "--steps", 8, "--arithmetic", "sse", peers=2)
         host, other = run.ended([run.join(0, "--arithmetic", "sse")])
     assert (host.code, other.code) == (0, 0), host.err + other.err

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 import pytest
 
@@ -32,6 +34,14 @@ class Serving:
     one: MemberStore
     two: MemberStore
     refused: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def cut(self, member: str) -> None:
+        """End a member's connection."""
+        listener = self.members._gate.listener
+        for task, visit in listener._tasks.items():
+            if visit.stays and cast(partial[None], visit.ended).args == (member,):
+                self.members._loop.soon(task.cancel)
 
     def goes_on(self) -> None:
         """What one says, the other hears."""
@@ -42,12 +52,13 @@ class Serving:
 
 @contextmanager
 def serving() -> Iterator[Serving]:
-    loop, refused = LoopThread("peers"), list[str]()
+    loop, refused, left = LoopThread("peers"), list[str](), list[str]()
     gate = Gate(loop, lambda peer, reason: refused.append(reason))
-    members = Members(OURS.issue(HOST_NAME, HOST), gate, lambda peer, reason: refused.append(reason))
+    own = OURS.issue(HOST_NAME, HOST)
+    members = Members(own, gate, lambda peer, reason: refused.append(reason), left.append)
     one, two = (MemberStore(gate.address, OURS.issue(name), name, loop) for name in ("worker-1", "worker-2"))
     try:
-        yield Serving(members, one, two, refused)
+        yield Serving(members, one, two, refused, left)
     finally:
         for each in (one, two, members, gate, loop):
             each.close()
@@ -158,6 +169,39 @@ def test_who_waits_for_long_is_not_taken_for_one_who_floods(monkeypatch: pytest.
             time.sleep(6.0)
             at.members.leave("worker-1", "verdict", b"go")
             assert waiting.result(5.0) == b"go"
+
+    in_child(body)
+
+
+def test_a_member_whose_connection_ends_is_told_of_and_not_waited_for() -> None:
+    def body() -> None:
+        with serving() as at, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(at.one.take, "verdict", 100, 30.0)
+            time.sleep(SOON_S)
+            assert at.left == []
+            at.cut("worker-1")
+            with pytest.raises(WorkerLostError, match="worker-1: got it has left"):
+                at.members.get("ready worker-1", 10.0)
+            assert at.left == ["worker-1"]
+            with pytest.raises(WorkerLostError):
+                waiting.result(5.0)
+            with pytest.raises(WorkerLostError, match=r"no ready within 0\.2 s"):
+                at.members.get("ready worker-2", 0.2)
+
+    in_child(body)
+
+
+def test_a_member_whose_seat_is_withdrawn_is_heard_no_more_and_learns_why() -> None:
+    def body() -> None:
+        with serving() as at:
+            at.members.leave("worker-1", "verdict", b"why")
+            at.members.withdraw("worker-1")
+            for call in (lambda: at.one.put("ready worker-1", ""), lambda: at.one.get("here", 5.0)):
+                with pytest.raises(UsageError, match="seat revoked"):
+                    call()
+            assert at.one.take("verdict", 100, 5.0) == b"why"
+            assert at.refused == ["seat revoked"] * 2
+            at.two.put("ready worker-2", "")
 
     in_child(body)
 

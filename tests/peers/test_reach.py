@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from roundelay.trust.invitation import Invitation
-from tests.cli.harness import MLP, one_screen
+from tests.cli.harness import MLP, finish, one_screen
 from tests.cli.harness import here as typed
 from tests.conftest import nothing_left_behind
 from tests.peers.hosted import hosting
@@ -46,12 +47,15 @@ def test_whoever_is_not_reached_is_told_where_and_what_to_do(answers: bool, tmp_
     with nothing_left_behind(), socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1] if answers else free_port('127.0.0.1')}"
         run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8)
-        host, unreached, other = run.ended([run.join(0, "--advertise", where), run.join(1)])
-    assert [said.code for said in (host, unreached, other)] == [2, 2, 2], host.err
+        other, unreached = run.join(1), finish(run.join(0, "--advertise", where))
+        run.invited(3)
+        host, other_said, instead = run.ended([other, run.join(2)])
+    assert [said.code for said in (host, unreached, other_said, instead)] == [0, 2, 0, 0], host.err
     why = "no answer within 15 s" if answers else "Connection refused"
-    one_screen(host, "worker-1", f"do not reach it at {where}: {why}", "--listen", "last invitation")
+    assert f"worker-1 does not take part: others do not reach it at {where}: {why}" in " ".join(host.err.split())
     one_screen(unreached, f"do not reach it at {where}: {why}", "--listen", "last invitation")
-    one_screen(other, "the run does not begin")
+    lines = (tmp_path / "shared" / "refused.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["not reached by others"]
 
 
 def test_the_last_machine_need_not_be_reached(tmp_path: Path) -> None:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ipaddress
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import final
+from queue import SimpleQueue
 
 import psutil
 import torch
 
 from roundelay import __version__
 from roundelay.cli.changed_by_job import PathResolver
+from roundelay.cli.gathering import REASONS, Gathering, Waiting
 from roundelay.cli.host_options import HostOptions, address_of, advertised_of
 from roundelay.cli.options import RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
 from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
 from roundelay.cores import usable_cores
-from roundelay.errors import DeadlineError, PeerLostError, RunError, UsageError
+from roundelay.errors import PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import StagePlan
 from roundelay.launching.last_words import one_line
@@ -37,7 +36,6 @@ from roundelay.peers.gate import Gate
 from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.members import HOST_NAME, Members
 from roundelay.peers.messages import Versions
-from roundelay.peers.reach import unreached
 from roundelay.peers.refusals import RefusalLog
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
@@ -50,21 +48,15 @@ from roundelay.planning.job_file import load_job
 from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, optimizer_of, place_of
 from roundelay.session.offer import (
-    OFFER,
-    PROBE,
-    PROBE_BYTES,
-    VERDICT,
     Offer,
     cluster_of,
     own_offer,
-    refusal,
     threads_each,
 )
 from roundelay.session.stop_condition import Length
 from roundelay.transport import grpc_stream
-from roundelay.transport.grpc_stream import name_of
-from roundelay.trust.authority import HOST, Authority, Credentials, new_authority
-from roundelay.trust.invitation import address_text, new_run
+from roundelay.trust.authority import HOST, new_authority
+from roundelay.trust.invitation import new_run
 
 RULE = "ravnest"
 """The default: no machine waits for another's turn."""
@@ -76,19 +68,11 @@ SEES = (
     "Whoever joins is sent a part of the weights and what flows through it; the last machine also what the loss reads. "
     "The data and all other weights stay here."
 )
-OFFER_S = 180.0
-"""Seconds in which a machine that has joined must have measured itself."""
-
 READY_S = 600.0
 """Seconds in which a machine must be ready, beyond three times those in which the slowest line carries all parts."""
 
-TELL_S = 1.0
-"""Seconds in which those that wait may still ask why the run does not begin."""
-
 SHARE = 0.8
 """Of the memory that is free, what this machine's own part may need."""
-
-_TICK_S = 0.2
 
 
 def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_json: bool) -> int:
@@ -120,10 +104,10 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
         waiting = _open(prepared, options, stack)
-        offers = _offers(waiting, options)
+        names, offers = _gathered(waiting, options)
         if facts is not None:
             prepared = _replanned(prepared, facts, asked, offers, run)
-        group = _assigned(prepared, waiting, options.peers)
+        group = _assigned(prepared, waiting, names)
         with _telling_loss(group):
             summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
     if as_json:
@@ -143,28 +127,6 @@ def _telling_loss(group: PeerGroup) -> Iterator[None]:
         raise
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A run that waits for machines.
-
-    Args:
-        authority: of the run.
-        own: credentials of the host.
-        gate: the port of this machine.
-        texts: the members' service.
-        came: the seats that are given.
-        refuse: called with a peer and why it was refused.
-    """
-
-    authority: Authority
-    own: Credentials
-    gate: Gate
-    texts: Members
-    came: SimpleQueue[Seat]
-    refuse: Callable[[str, str], None]
-
-
 def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
     """What the planner must know of the job when all machines are here: measured now, while this process may fork."""
     plan = planned.plan
@@ -172,78 +134,34 @@ def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
     return collect_facts(source, precision=plan.precision, threads=sorted({1, plan.threads}))
 
 
-def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> _Waiting:
-    """Open the door, and invite."""
+def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> Waiting:
+    """Open the door."""
     run = new_run()
     authority = new_authority(f"roundelay-{run}", datetime.now(UTC), VALID)
     own = authority.issue(HOST_NAME, HOST)
-    log = RefusalLog(prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS, *grpc_stream.REASONS))
+    log = RefusalLog(
+        prepared.folder.path / REFUSED, (*refusals.REASONS, *members.REASONS, *REASONS, *grpc_stream.REASONS)
+    )
     stack.callback(log.close)
     loop = LoopThread("peers")
     stack.callback(loop.close)
     gate = Gate(loop, log.refuse, address_of(options.listen), advertised_of(options.advertise))
     stack.callback(gate.close)
-    texts = Members(own, gate, log.refuse)
+    came, left = SimpleQueue[Seat](), SimpleQueue[str]()
+    texts = Members(own, gate, log.refuse, left.put)
     stack.callback(texts.close)
-    came: SimpleQueue[Seat] = SimpleQueue()
     terms = Terms(run, authority, (gate.address,), Versions(__version__, torch.__version__), GENERATION)
     door = Door(terms, Roster((), options.peers - 1), log, gate, came.put)
     stack.callback(door.close)
-    expiry = int(time.time() + options.wait_s) + 1
+    return Waiting(authority, own, gate, texts, door, came, left, log.refuse)
+
+
+def _gathered(waiting: Waiting, options: HostOptions) -> tuple[list[str], list[Offer]]:
+    """Names and offers of all machines."""
     stderr.print(SEES, markup=False)
-    probe, here = bytes(PROBE_BYTES), ipaddress.ip_address(gate.listener.address[0]).is_loopback
-    for worker in range(1, options.peers):
-        texts.leave(name_of(worker), PROBE, probe)
-        _invite(door.invite(name_of(worker), expiry).text(), worker, "" if here else _listens(worker, options.peers))
-    return _Waiting(authority, own, gate, texts, came, log.refuse)
-
-
-def _offers(waiting: _Waiting, options: HostOptions) -> list[Offer]:
-    """The offers of all machines, this one first.
-
-    Raises:
-        DeadlineError: not all come.
-        UsageError: one is refused.
-    """
     own = own_offer(int(SHARE * psutil.virtual_memory().available))
-    names = [name_of(worker) for worker in range(1, options.peers)]
-    found: dict[str, Offer] = {}
-    for name in _coming(waiting.came, options):
-        found[name] = offer = Offer.parse(waiting.texts.get(f"{OFFER} {name}", OFFER_S), name)
-        rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
-        speed = f"{own.probe_s / offer.probe_s:.2f} times as fast as this machine"
-        stderr.print(f"{name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.", markup=False)
-        if why := refusal(own, offer) or (_unreached(waiting, name, offer) if name != names[-1] else ""):
-            _refuse(waiting, names, name, why)
-    for name in names:
-        waiting.texts.leave(name, VERDICT, b"")
-    return [own, *[found[name] for name in names]]
-
-
-def _refuse(waiting: _Waiting, names: Sequence[str], refused: str, why: str) -> None:
-    """End the run before it begins, as a machine does not fit; tell those that are here.
-
-    Raises:
-        UsageError: always.
-    """
-    for name in names:
-        waiting.texts.leave(name, VERDICT, (why if name == refused else "the run does not begin").encode())
-    time.sleep(TELL_S)
-    raise UsageError(
-        refused,
-        got=why,
-        expected="machines that compute the same bits, and that others reach",
-        remedy="Host the run again, and give each machine its new invitation.",
-    )
-
-
-def _unreached(waiting: _Waiting, name: str, offer: Offer) -> str:
-    """Why the machine with the next stage will not reach this one; empty if it will."""
-    why = unreached(offer.address, name, waiting.own, waiting.gate.loop)
-    return why and (
-        f"others do not reach it at {address_text(offer.address)}: {why}; join with --listen ADDRESS:PORT, of this "
-        "machine, and let that TCP port in, or take the last invitation, whose machine nobody has to reach"
-    )
+    outside = not ipaddress.ip_address(waiting.gate.listener.address[0]).is_loopback
+    return Gathering(waiting, options.peers, own, options.wait_s, outside=outside).gathered()
 
 
 def _replanned(
@@ -270,18 +188,18 @@ def _stage_text(stage: StagePlan) -> str:
     return f"{stage.workers[0]} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
 
 
-def _assigned(prepared: Prepared, waiting: _Waiting, peers: int) -> PeerGroup:
+def _assigned(prepared: Prepared, waiting: Waiting, names: Sequence[str]) -> PeerGroup:
     """Leave for each machine what it is assigned."""
     session, optimizer = prepared.session, optimizer_of(prepared.session)
     sent = 0
-    for worker in range(1, peers):
-        assignment, state = assignment_of(session, worker, optimizer, GENERATION)
-        waiting.texts.leave(name_of(worker), ASSIGNMENT, assignment)
-        waiting.texts.leave(name_of(worker), STATE, state)
+    for worker, name in enumerate(names[1:], 1):
+        assignment, state = assignment_of(session, worker, optimizer, names, GENERATION)
+        waiting.texts.leave(name, ASSIGNMENT, assignment)
+        waiting.texts.leave(name, STATE, state)
         sent += len(state)
     slowest = min((edge.bytes_per_s for edge in session.plan.edges if edge.bytes_per_s), default=0.0)
     waiting_s = READY_S + (3 * sent / slowest if slowest else 0.0)
-    for name in map(name_of, range(1, peers)):
+    for name in names[1:]:
         why = waiting.texts.get(f"{READY} {name}", waiting_s)
         for kind in (ASSIGNMENT, STATE):
             waiting.texts.drop(name, kind)
@@ -292,43 +210,5 @@ def _assigned(prepared: Prepared, waiting: _Waiting, peers: int) -> PeerGroup:
                 expected="a machine that takes the part that it is assigned",
                 remedy="Host the run again without it, or with another part for it.",
             )
-    place = place_of(session.reading, 0, waiting.authority.issue(name_of(0)), GENERATION)
+    place = place_of(session.reading, 0, names, waiting.authority.issue(names[0]), GENERATION)
     return PeerGroup(place, waiting.texts, Guard(waiting.refuse, waiting.gate))
-
-
-def _listens(worker: int, peers: int) -> str:
-    """What is typed behind an invitation: where the machine with the next stage reaches this one."""
-    return " --listen ADDRESS:PORT" if worker < peers - 1 else ""
-
-
-def _invite(text: str, worker: int, listens: str) -> None:
-    where = ", with an address and a port of that machine" if listens else ""
-    stderr.print(f"For machine {worker + 1}, once, within the time of --wait-s{where}:", markup=False)
-    stderr.print(f"  roundelay join {text}{listens}", markup=False, soft_wrap=True)
-
-
-def _coming(came: SimpleQueue[Seat], options: HostOptions) -> Iterator[str]:
-    """The names of those who come, until every seat is taken.
-
-    Raises:
-        DeadlineError: it takes too long.
-    """
-    until, seats = time.monotonic() + options.wait_s, set[int]()
-    while len(seats) < options.peers - 1:
-        if time.monotonic() > until:
-            raise DeadlineError(
-                "machines that were invited",
-                got=f"{len(seats)} of {options.peers - 1} within {options.wait_s:g} s",
-                expected="all of them",
-                remedy="Type the `roundelay join` lines on the other machines; --wait-s gives more time.",
-            )
-        try:
-            seat = came.get(timeout=_TICK_S)
-        except Empty:
-            continue
-        if seat.number not in seats:
-            seats.add(seat.number)
-            stderr.print(
-                f"{seat.name} has joined: {len(seats) + 1} of {options.peers} machines are here.", markup=False
-            )
-            yield seat.name

@@ -80,18 +80,17 @@ def _joined(invitation: Invitation, gate: Gate, memory: int, refuse: Callable[[s
     with bounded_memory(memory), ExitStack() as stack:
         store = _store(joined, gate.loop)
         stack.callback(store.close)
-        rank = welcome.seat + 1
         _offer(store, joined, memory, gate)
         refusing = stack.enter_context(ExitStack())
         refusing.push(partial(_tell, store, f"{READY} {welcome.name}"))
-        assignment, reading = read_assignment(store.take(ASSIGNMENT, MOST_BYTES, ASSIGN_S), rank, memory)
-        plan = reading.plan
+        assignment, reading = read_assignment(store.take(ASSIGNMENT, MOST_BYTES, ASSIGN_S), welcome.name, memory)
+        rank, plan = assignment.worker, reading.plan
         stages = " and ".join(map(str, plan.stages_of(rank)))
         stderr.print(f"Assigned stage {stages} of {plan.num_stages}; rule {plan.rule}.", markup=False)
         task = task_of(assignment, reading, store.take(STATE, memory, ASSIGN_S))
         refusing.pop_all()
         store.put(f"{READY} {welcome.name}", "")
-        place = place_of(reading, rank, joined.credentials, welcome.generation)
+        place = place_of(reading, rank, assignment.names, joined.credentials, welcome.generation)
         group = PeerGroup(place, store, Guard(refuse, gate))
         use, _ = fetched_use(group)
         task = replace(task, states=use)

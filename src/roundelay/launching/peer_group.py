@@ -19,7 +19,7 @@ from roundelay.launching.last_words import ENDED, end_told, loss_told, lost_word
 from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.runtime.device import Device
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.grpc_stream import Front, GrpcEndpoint, Member, name_of
+from roundelay.transport.grpc_stream import Front, GrpcEndpoint, Member
 from roundelay.transport.meeting import Meeting
 from roundelay.trust.authority import HOST, Credentials
 
@@ -43,7 +43,7 @@ class Place:
 
     Args:
         rank: number of its worker.
-        size: how many there are.
+        names: of all machines, as in their certificates.
         credentials: by which it proves who it is.
         generation: of the run.
         data_bytes: most that a message between workers may have.
@@ -52,7 +52,7 @@ class Place:
     """
 
     rank: int
-    size: int
+    names: tuple[str, ...]
     credentials: Credentials
     generation: int
     data_bytes: int
@@ -110,7 +110,7 @@ class PeerGroup(ProcessGroup):
     """
 
     def __init__(self, place: Place, texts: Texts, guard: Guard) -> None:
-        super().__init__(place.rank, place.size, place.generation)
+        super().__init__(place.rank, len(place.names), place.generation)
         self._place, self._texts, self._guard = place, texts, guard
         self.trusting, self.launched, self._most_report_bytes = False, False, place.report_bytes
         #: how the host has ended the run before its time, in good order
@@ -145,13 +145,13 @@ class PeerGroup(ProcessGroup):
         Raises:
             WorkerLostError: one does not within :data:`PLAN_S`.
         """
-        self._texts.put(f"{what} {self.restart} {name_of(self.rank)}", "")
-        for rank in range(self.size):
-            self._texts.get(f"{what} {self.restart} {name_of(rank)}", PLAN_S)
+        self._texts.put(f"{what} {self.restart} {self._place.names[self.rank]}", "")
+        for name in self._place.names:
+            self._texts.get(f"{what} {self.restart} {name}", PLAN_S)
 
     def called(self, number: int) -> str:
         """The name of a machine in messages."""
-        return HOST if number == LEADER else name_of(number)
+        return HOST if number == LEADER else self._place.names[number]
 
     def loss(self, number: int, how: str) -> RoundelayError:
         """The error of a machine that is lost; the host may have told of another one before it ended."""
@@ -204,5 +204,5 @@ class PeerGroup(ProcessGroup):
         own = self._place
         meeting = _GroupMeeting(self._texts, f"{name} {self.restart}", deadline_s)
         service = f"{name}-{self.restart}"
-        member = Member(own.credentials, meeting, own.generation, service, own.silent_ms, *self._guard)
+        member = Member(own.credentials, meeting, own.generation, service, own.silent_ms, *self._guard, names=own.names)
         return GrpcEndpoint(own.rank, partners, member, deadline_s, most_bytes)

@@ -36,6 +36,9 @@ REASONS = (
 """Why nobody was admitted."""
 UNKNOWN, USED, EXPIRED, FULL, WITHDRAWN, LOCKED = REASONS
 
+NAME = r"worker-\d{1,4}[b-z]?"
+"""What the machine of a worker may be called: the letter tells a second one in its place from the first."""
+
 
 @final
 class State(enum.Enum):
@@ -126,6 +129,13 @@ class Attempt:
     secret: bytes
     claim: bytes
     address: str
+
+
+def name_after(name: str) -> str | None:
+    """Return what a machine is called that takes the place of the one with this name; None after 25 of them."""
+    if name[-1].isdigit():
+        return f"{name}b"
+    return None if name[-1] == "z" else name[:-1] + chr(ord(name[-1]) + 1)
 
 
 def seat_for(invitation: Invitation, name: str, role: str = WORKER) -> Seat:

@@ -54,6 +54,7 @@ class Visit:
         greeted: whether the server has taken up TLS.
         refused: why the connection was cut by the listener; empty if it was not.
         stays: whether it may last.
+        ended: called when it has ended, if it stays.
         until: ends it where it may not.
     """
 
@@ -64,6 +65,7 @@ class Visit:
     greeted: bool = False
     refused: str = ""
     stays: bool = False
+    ended: Callable[[], None] = lambda: None
     until: asyncio.Timeout | None = None
 
     @property
@@ -159,10 +161,15 @@ class Listener:
         visit.settled = True
         return visit.peer
 
-    def stay(self, peer: str) -> None:
-        """Let the connection last that the server knows as `peer`: it has proved whose it is."""
+    def stay(self, peer: str, ended: Callable[[], None] = lambda: None) -> None:
+        """Let the connection last that the server knows as `peer`: it has proved whose it is.
+
+        Args:
+            peer: as the server knows it.
+            ended: called in the loop's thread when the connection has ended. It must not block.
+        """
         visit = self.visit_of(peer)
-        visit.settled = True
+        visit.settled, visit.ended = True, ended
         if not visit.stays:
             visit.stays = True
             if visit.until is not None:
@@ -186,6 +193,7 @@ class Listener:
         if not visit.stays:
             self._networks -= Counter({network_of(visit.address): 1})
         self._tasks.pop(task, None)
+        visit.ended()
 
     async def _attend(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any, final
 from roundelay.errors import RoundelayError, UsageError, WorkerLostError
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.loop_thread import LoopThread
-from roundelay.peers.members import GET, HERE, HOST_NAME, OPEN_S, PIECE_BYTES, PING_MS, PUT, TAKE
+from roundelay.peers.members import GET, HERE, HOST_NAME, OPEN_S, PIECE_BYTES, PING_MS, PONG_MS, PUT, TAKE
 from roundelay.trust.authority import Credentials
 from roundelay.trust.invitation import Address, address_text
 
@@ -22,8 +22,9 @@ _OPTIONS = {
     "grpc.ssl_target_name_override": HOST_NAME,
     "grpc.max_receive_message_length": PIECE_BYTES + 1024,
     "grpc.enable_http_proxy": 0,
+    "grpc.client_idle_timeout_ms": 2**31 - 1,  # the host takes the end of the connection for the member's
     "grpc.keepalive_time_ms": PING_MS,
-    "grpc.keepalive_timeout_ms": 60_000,  # a ping's answer waits behind what a slow line still carries
+    "grpc.keepalive_timeout_ms": PONG_MS,
     "grpc.http2.max_pings_without_data": 0,
 }
 

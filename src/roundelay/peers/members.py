@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, final
 
 from roundelay.errors import DeadlineError, WorkerLostError
+from roundelay.membership.roster import WITHDRAWN
 from roundelay.peers.gate import Gate
 from roundelay.peers.import_grpc import import_grpc
 from roundelay.peers.listener import LOOPBACK, MEMBER_LIMITS, Service
@@ -32,7 +34,10 @@ MOST_BYTES, MOST_TEXTS = 64 * 1024, 256
 PIECE_BYTES = 2**20
 OPEN_S = 5.0
 PING_MS = 20_000
-"""Milliseconds between two pings of a member that waits."""
+"""Milliseconds between two pings of a member that waits, and between two of the host to it."""
+
+PONG_MS = 60_000
+"""Milliseconds that a ping's answer may take: it waits behind what a slow line still carries."""
 
 HERE = "here"
 """Name of a text that is always there."""
@@ -41,7 +46,7 @@ SERVICE = "roundelay.Members"
 PUT, GET, TAKE = (f"/{SERVICE}/{method}" for method in ("Put", "Get", "Take"))
 
 REASONS = ("wrong role", "not yours", "oversize", "unreadable", "said before", "too many texts", "unknown method")
-"""Why a member was refused."""
+"""Why a member was refused; or its seat is withdrawn (:data:`roundelay.membership.roster.WITHDRAWN`)."""
 ROLE, NOT_YOURS, OVERSIZE, UNREADABLE, SAID, TOO_MANY, UNKNOWN = REASONS
 
 _NAME = re.compile(r"[\w. /-]{1,128}")
@@ -55,6 +60,9 @@ OPTIONS = {
     "grpc.max_concurrent_streams": 16,
     "grpc.so_reuseport": 0,
     "grpc.http2.min_ping_interval_without_data_ms": PING_MS // 2,  # else a member that waits for minutes is cut
+    "grpc.keepalive_time_ms": PING_MS,
+    "grpc.keepalive_timeout_ms": PONG_MS,
+    "grpc.http2.max_pings_without_data": 0,
     "grpc.server_handshake_timeout_ms": int(1000 * 3 * OPEN_S),  # the listener cuts first, and reports
 }
 
@@ -67,12 +75,21 @@ class Members:
         credentials: of the host.
         gate: the port of this machine, in whose loop it runs.
         refuse: called with the peer and one of :data:`REASONS`, or of those of a door.
+        left: called in the loop's thread with the name of a member whose connection has ended. It must not block.
 
     Raises:
         UsageError: a package is not installed.
     """
 
-    def __init__(self, credentials: Credentials, gate: Gate, refuse: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        gate: Gate,
+        refuse: Callable[[str, str], None],
+        left: Callable[[str], None] = lambda member: None,
+    ) -> None:
+        self._left, self._gone, self._withdrawn = left, set[str](), set[str]()
+        self._telling: list[asyncio.Future[None]] = []
         self._gate, self._loop, self._refuse, self._grpc = gate, gate.loop, refuse, import_grpc()
         self._texts: dict[str, str] = {HERE: ""}
         self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
@@ -88,18 +105,24 @@ class Members:
         """Wait for a text.
 
         Raises:
-            WorkerLostError: it does not come in time.
+            WorkerLostError: it does not come in time, or the member has left.
         """
+        what, _, member = name.rpartition(" ")
         try:
-            return self._loop.run(self._get(name), deadline_s)
+            text = self._loop.run(self._get(name, member), deadline_s)
         except DeadlineError as error:
-            what, _, member = name.rpartition(" ")
-            raise WorkerLostError(
-                member,
-                got=f"no {what} within {deadline_s:g} s",
-                expected="a machine that stays until the run has ended",
-                remedy="Ask its owner what `roundelay join` said there, and host the run again.",
-            ) from error
+            raise _lost(member, f"no {what} within {deadline_s:g} s") from error
+        if text is None:
+            raise _lost(member, "it has left")
+        return text
+
+    def find(self, name: str) -> str | None:
+        """Return a text if it is there."""
+        return self._texts.get(name)
+
+    def withdraw(self, member: str) -> None:
+        """Take no more texts from a member, and give it none; bytes that are left for it stay."""
+        self._loop.soon(self._withdrawn.add, member)
 
     def leave(self, member: str, name: str, data: bytes) -> None:
         """Leave bytes for one member, who gets them whenever it takes them.
@@ -139,10 +162,11 @@ class Members:
             self._texts[name] = text
             self._changed.notify_all()
 
-    async def _get(self, name: str) -> str:
+    async def _get(self, name: str, member: str = "") -> str | None:
+        """A text when it is there; None if the member from whom it should come has left."""
         async with self._changed:
-            await self._changed.wait_for(lambda: name in self._texts)
-            return self._texts[name]
+            await self._changed.wait_for(lambda: name in self._texts or member in self._gone)
+            return self._texts.get(name)
 
     async def _leave(self, member: str, name: str, data: bytes) -> None:
         async with self._changed:
@@ -154,8 +178,25 @@ class Members:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if role_of(names) != WORKER:
             await self._abort(context, ROLE)
-        self._gate.listener.stay(context.peer())
-        return next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
+        member = next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
+        self._gate.listener.stay(context.peer(), partial(self._ended, member))
+        return member
+
+    def _ended(self, member: str) -> None:
+        self._gone.add(member)
+        self._left(member)
+        self._telling.append(asyncio.ensure_future(self._tell()))
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _speaker(self, context: Any) -> str:
+        """The name of the member that calls, which has a seat still."""
+        member = await self._member(context)
+        if member in self._withdrawn:
+            await self._abort(context, WITHDRAWN)
+        return member
 
     async def _abort(self, context: Any, reason: str) -> None:
         self._refuse(self._gate.listener.settle(context.peer()), reason)
@@ -163,7 +204,7 @@ class Members:
 
     async def said(self, received: bytes, context: Any) -> bytes:
         """Answer Put: a name and a text, separated by a zero byte."""
-        member = await self._member(context)
+        member = await self._speaker(context)
         name, text = await self._read(received, context)
         if not name.endswith(f" {member}"):
             await self._abort(context, NOT_YOURS)
@@ -177,20 +218,23 @@ class Members:
 
     async def asked(self, received: bytes, context: Any) -> bytes:
         """Answer Get."""
-        await self._member(context)
+        await self._speaker(context)
         name, _ = await self._read(received, context)
-        return (await self._get(name)).encode()
+        return (await self._get(name) or "").encode()
 
     async def taken(self, received: bytes, context: Any) -> AsyncIterator[bytes]:
         """Answer Take: the number of bytes, then the bytes."""
         member = await self._member(context)
         name, _ = await self._read(received, context)
-        async with self._changed:
-            await self._changed.wait_for(lambda: (member, name) in self._files)
-            data = memoryview(self._files[member, name])
+        data = memoryview(await self._file(member, name))
         yield len(data).to_bytes(8, "little")
         for start in range(0, len(data), PIECE_BYTES):
             yield bytes(data[start : start + PIECE_BYTES])
+
+    async def _file(self, member: str, name: str) -> bytes:
+        async with self._changed:
+            await self._changed.wait_for(lambda: (member, name) in self._files)
+            return self._files[member, name]
 
     async def unknown(self, received: bytes, context: Any) -> bytes:
         """Refuse any other call."""
@@ -209,6 +253,15 @@ class Members:
         if not _NAME.fullmatch(words[0]):
             await self._abort(context, UNREADABLE)
         return words
+
+
+def _lost(member: str, got: str) -> WorkerLostError:
+    return WorkerLostError(
+        member,
+        got=got,
+        expected="a machine that stays until the run has ended",
+        remedy="Ask its owner what `roundelay join` said there, and host the run again.",
+    )
 
 
 async def _condition() -> asyncio.Condition:

@@ -6,7 +6,7 @@ would be, operations are those of a list, and memory is what the machine allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NoReturn, TypeVar, final
@@ -35,6 +35,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import Reading
 from roundelay.lower.validate_plan import check_plan
 from roundelay.lower.work import works_of
+from roundelay.membership.roster import NAME
 from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.loading.checkpoint_schedule import Extent
 from roundelay.runtime.optimizer import plain_optimizer as optimizers
@@ -59,6 +60,7 @@ MOST_STAGES, MOST_MICRO_BATCHES = 1024, 2**16
 
 _T = TypeVar("_T")
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Name = Annotated[str, Meta(pattern=f"^{NAME}$")]
 
 
 @final
@@ -89,6 +91,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         plan: text of the plan.
         worker: number of the machine's.
+        names: of the machines of all workers.
         seed: of the run.
         start_g: first micro-batch.
         updates: made before.
@@ -104,6 +107,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     plan: str
     worker: _Count
+    names: tuple[_Name, ...]
     seed: int
     start_g: _Count
     updates: _Count
@@ -142,7 +146,7 @@ def check_travels(session: Session) -> None:
         )
     optimizer = optimizer_of(session)
     for worker in range(1, plan.num_workers):
-        assignment_of(session, worker, optimizer, 0)
+        assignment_of(session, worker, optimizer, (), 0)
 
 
 def optimizer_of(session: Session) -> bytes:
@@ -163,13 +167,16 @@ def optimizer_of(session: Session) -> bytes:
     return optimizers.encoded(optimizers.plain_optimizer(job.optimizer, job.scheduler, named, total or 1))
 
 
-def assignment_of(session: Session, worker: int, optimizer: bytes, generation: int) -> tuple[bytes, bytes]:
+def assignment_of(
+    session: Session, worker: int, optimizer: bytes, names: Sequence[str], generation: int
+) -> tuple[bytes, bytes]:
     """A worker's assignment, and the tensors of its state, as bytes.
 
     Args:
         session: not yet run.
         worker: number of the worker.
         optimizer: as :func:`optimizer_of` gives it.
+        names: of the machines of all workers.
         generation: of the run.
 
     Raises:
@@ -195,6 +202,7 @@ def assignment_of(session: Session, worker: int, optimizer: bytes, generation: i
     assignment = Assignment(
         plan.text(),
         worker,
+        tuple(names),
         session.seed,
         session.extent.start_g,
         initial.updates,
@@ -222,12 +230,12 @@ def _held(initial: Initial, spec: StageSpec) -> HeldState:
     )
 
 
-def read_assignment(data: bytes, worker: int, memory_bytes: int) -> tuple[Assignment, Reading]:
+def read_assignment(data: bytes, name: str, memory_bytes: int) -> tuple[Assignment, Reading]:
     """An assignment from bytes from outside, and its plan; what it needs must fit into a machine's memory.
 
     Args:
         data: the bytes.
-        worker: number of this machine's.
+        name: of this machine.
         memory_bytes: that the machine allows.
 
     Raises:
@@ -242,9 +250,14 @@ def read_assignment(data: bytes, worker: int, memory_bytes: int) -> tuple[Assign
     if plan.num_stages > MOST_STAGES or plan.micro_batches > MOST_MICRO_BATCHES:
         raise _refused(f"a plan with {plan.num_stages:,} stages and {plan.micro_batches:,} micro-batches")
     reading = _ours(partial(check_plan, plan))
-    own = dict(enumerate(reading.plan.worker_stages)).get(worker, ())
-    if (assignment.worker, *(stage.spec.stage for stage in assignment.stages)) != (worker, *own):
+    own = dict(enumerate(reading.plan.worker_stages)).get(assignment.worker, ())
+    if not own or tuple(stage.spec.stage for stage in assignment.stages) != own:
         raise _refused("the stages of another worker")
+    names = assignment.names
+    if len({*names}) != len(names) or dict(enumerate(names)).get(assignment.worker) != name:
+        raise _refused("the stages of another machine")
+    if len(names) != reading.plan.num_workers:
+        raise _refused(f"the names of {len(names):,} machines for {reading.plan.num_workers} workers")
     if len(reading.plan.stages[0].workers) > 1 or reading.plan.rule not in BUILT_IN:
         raise _refused("a plan for other machines than those that join")
     needed = sum(_needed(reading, stage) for stage in own)
@@ -308,12 +321,13 @@ def _task(assignment: Assignment, reading: Reading, state: bytes) -> Task:
     )
 
 
-def place_of(reading: Reading, rank: int, credentials: Credentials, generation: int) -> Place:
+def place_of(reading: Reading, rank: int, names: Sequence[str], credentials: Credentials, generation: int) -> Place:
     """What a machine has in a run; messages have at most a few times the bytes of the plan's.
 
     Args:
         reading: of the plan.
         rank: number of the machine's worker.
+        names: of the machines of all workers.
         credentials: its own.
         generation: of the run.
     """
@@ -322,7 +336,7 @@ def place_of(reading: Reading, rank: int, credentials: Credentials, generation: 
     reports = max(_needed(reading, stage) for stage in range(plan.num_stages))
     return Place(
         rank,
-        plan.num_workers,
+        tuple(names),
         credentials,
         generation,
         data_bytes=4 * largest + 2**20,

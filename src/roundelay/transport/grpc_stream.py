@@ -77,7 +77,7 @@ _SERVICE, _METHOD = "roundelay", "Link"
 
 
 def name_of(worker: int) -> str:
-    """The name in a worker's certificate."""
+    """The name in a worker's certificate, unless another machine has had its place before."""
     return f"worker-{worker}"
 
 
@@ -115,6 +115,7 @@ class Member:
         refuse: called in the loop's thread with the peer, an address or a worker's name, and one of :data:`REASONS`.
         front: what listens before the endpoint; None: nothing does.
         host: the address at which the endpoint listens if nothing does before it.
+        names: in the certificates of all workers; empty: `name_of` each.
     """
 
     credentials: Credentials
@@ -125,10 +126,15 @@ class Member:
     refuse: Callable[[str, str], None] | None = None
     front: Front | None = None
     host: str = LOOPBACK
+    names: tuple[str, ...] = ()
+
+    def name(self, worker: int) -> str:
+        """The name in a worker's certificate."""
+        return self.names[worker] if self.names else name_of(worker)
 
     def server(self, worker: int) -> str:
         """The name by which a worker's endpoint is asked for, which its certificate has."""
-        return f"{self.service}.{domain_of(name_of(worker))}" if self.service else name_of(worker)
+        return f"{self.service}.{domain_of(self.name(worker))}" if self.service else self.name(worker)
 
     def options(self) -> dict[str, int]:
         """Options of the member's servers and channels."""
@@ -245,7 +251,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         if front is not None:
             self._closing.insert(0, lambda: front.leave(name))
             address = await front.serve(name, address[1])
-        self._member.meeting.set(name_of(self.worker), address_text(address))
+        self._member.meeting.set(self._member.name(self.worker), address_text(address))
 
     async def _serve(self, _: object, context: Any) -> None:
         """Carry what a worker sends that has called, once it is known to be the one that it says."""
@@ -267,7 +273,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         """The link that a HELLO opens, by a worker whose certificate has these names."""
         position, claimed = self._read_hello(piece)
         link = self._links.get(claimed)
-        if link is None or claimed < self.worker or name_of(claimed).encode() not in names:
+        if link is None or claimed < self.worker or self._member.name(claimed).encode() not in names:
             raise unreadable(envelopes.MISNAMED)
         if role_of(names) != WORKER:
             raise unreadable(ROLE)
@@ -286,7 +292,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
     async def _call(self, grpc: Any, link: _Link) -> None:
         """Open the stream to a worker that serves, and leave a task that carries what it sends."""
         own = self._member.credentials
-        address = await self._loop.run_in_executor(None, self._member.meeting.get, name_of(link.worker))
+        address = await self._loop.run_in_executor(None, self._member.meeting.get, self._member.name(link.worker))
         proving = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
         options = self._member.options() | {"grpc.ssl_target_name_override": self._member.server(link.worker)}
         channel = grpc.aio.secure_channel(address, proving, options=[*options.items()])
@@ -327,7 +333,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             await writer  # END can still be sent
         except InternalError as fault:
             self._lose(link, f"it sent bytes that are no message ({fault.got})")
-            return self._count(name_of(link.worker), fault)
+            return self._count(self._member.name(link.worker), fault)
         except asyncio.CancelledError:
             self._lose(link, "its connection broke")
             raise
