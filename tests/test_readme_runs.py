@@ -43,17 +43,25 @@ EXEMPT = {
 #: a line that hosts a run, and one that joins it from another machine
 HOSTED = re.compile(r"^(roundelay host .*)$", re.MULTILINE)
 JOINED = re.compile(r"^(roundelay join) INVITATION\b.*$", re.MULTILINE)
-HOSTS = r"""{ \1
-} 2> host.log &
-until printed=$(grep -o 'roundelay-1-[a-z2-7]*' host.log)
-do kill -0 $! || { cat host.log; exit 1; }; sleep 0.1; done"""
-JOINS = r"""(mkdir there && cd there && \1 "$printed" && test -z "$(ls)")
-wait $! || { cat host.log; exit 1; }"""
+HOSTS = r"""{{ \1
+}} 2> host.log &
+running=($!)
+until test "$(grep -c 'roundelay join' host.log)" = {}
+do kill -0 $running || {{ cat host.log; exit 1; }}; sleep 0.1; done
+printed=($(grep -o 'roundelay-1-[a-z2-7]*' host.log))"""
+JOINS = r"""(mkdir there-{0} && cd there-{0} && {1} ${{printed[{0}]}} && test -z "$(ls)") &
+running+=($!)"""
+ALL_END = """
+for one in ${running[@]}; do wait $one || { cat host.log; exit 1; }; done"""
 
 
-def on_two_machines(typed: str) -> str:
-    """What is typed where a run is hosted, and on the machine that joins it, as typed into one shell."""
-    return JOINED.sub(JOINS, HOSTED.sub(HOSTS, typed))
+def on_several_machines(typed: str) -> str:
+    """What is typed where a run is hosted, and on the machines that join it, as typed into one shell."""
+    joined = list(JOINED.finditer(typed))
+    for number, line in reversed(list(enumerate(joined))):
+        ends = ALL_END if line is joined[-1] else ""
+        typed = typed[: line.start()] + JOINS.format(number, line[1]) + ends + typed[line.end() :]
+    return HOSTED.sub(HOSTS.format(len(joined)), typed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ def test_what_a_page_prints_runs_as_it_is_printed(page: Path, tmp_path: Path, bi
         elif block.kind == "python":
             run([sys.executable, "-W", "error", "-c", block.text], tmp_path, bin_folder)
         else:
-            told = run(["bash", "-euo", "pipefail", "-c", on_two_machines(block.typed)], tmp_path, bin_folder)
+            told = run(["bash", "-euo", "pipefail", "-c", on_several_machines(block.typed)], tmp_path, bin_folder)
             assert list(in_order(block.comes_out, told)) == [], told
 
 

@@ -13,6 +13,7 @@ from benchmarks.peers.assumptions import STAGES, Letters, run_of
 from benchmarks.peers.bounds import block_lipschitz, global_delays, lipschitz, most_in_flight, spread_of
 from benchmarks.peers.hosted import staleness
 from roundelay.observe.trace import Span
+from tests.observe.spans import span
 
 CURVED = torch.tensor([[2.0, 1.0], [1.0, 5.0]])
 START, FIRST, LAST = torch.tensor([1.0, 1.0]), torch.tensor([4.0, 1.0]), torch.tensor([4.0, -1.0])
@@ -64,24 +65,18 @@ def test_staleness_counts_the_updates_between_a_forward_and_its_own_backward(
     assert max(stale) < most
 
 
-def span(stage: int, opcode: str, g: int, start: float, end: float) -> Span:
-    """What a stage did, each on its own worker."""
-    return Span(stage, opcode, g, g, 0, 0, start, end, num_bytes=0, stage=stage)
+def in_turn(actions: str) -> list[Span]:
+    """Spans of a second each, one after another: stage 1's update of micro-batch 0 is 1U0."""
+    kinds = {"F": "forward", "U": "update"}
+    return [
+        span(int(stage), kinds[kind], int(g), start, start + 1.0)
+        for start, (stage, kind, g) in enumerate(actions.split())
+    ]
 
 
 def test_delays_count_the_updates_of_all_stages() -> None:
     """Stage 1 is never stale, but stage 0 updates once between its second forward and that one's update."""
-    spans = [
-        span(0, "forward", 0, 0.0, 1.0),
-        span(0, "forward", 1, 1.0, 2.0),
-        span(1, "forward", 0, 1.0, 2.0),
-        span(1, "update", 0, 3.0, 3.5),
-        span(1, "forward", 1, 3.6, 4.0),
-        span(0, "update", 0, 4.5, 5.0),
-        span(1, "update", 1, 5.5, 6.0),
-        span(0, "update", 1, 7.0, 7.5),
-    ]
-    assert global_delays(spans, 2) == [[1, 3], [0, 1]]
+    assert global_delays(in_turn("0F0 0F1 1F0 1U0 1F1 0U0 1U1 0U1"), 2) == [[1, 3], [0, 1]]
 
 
 def test_what_a_plan_allows_is_no_violation() -> None:

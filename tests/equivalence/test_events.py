@@ -18,7 +18,7 @@ from roundelay.lower.emit import emit
 from roundelay.lower.reading import read
 from roundelay.planning.planning import plan as make_plan
 from roundelay.runtime.handlers import HANDLERS, Context, Handler
-from roundelay.runtime.worker import Wrap
+from roundelay.runtime.workload import Wrap
 from roundelay.session.training import Length, Session, Trained
 from roundelay.simulator import Simulation, simulate
 from roundelay.transport.endpoint import Delivery, Endpoint, Message

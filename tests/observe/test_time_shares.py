@@ -20,6 +20,7 @@ from roundelay.observe.time_shares import Shares, gaps_of, shares_of
 from roundelay.observe.trace import Gap, Span
 from roundelay.simulator import simulate
 from tests.lower.plans import FEW, counts_for, edge_of, plan_of, plans
+from tests.observe.spans import span
 
 JOBS = plans().flatmap(lambda plan: st.tuples(st.just(plan), counts_for(plan)))
 
@@ -35,11 +36,6 @@ def between(*edges: EdgePlan) -> tuple[Channel, ...]:
 
 
 CHAIN = between(edge_of(0, 1, slots=2))
-
-
-def span(worker: int, opcode: str, g: int, start: float, end: float) -> Span:
-    """A span whose numbers do not matter here."""
-    return Span(worker, opcode, g, g, 0, 0, start, end, 0, worker)
 
 
 def through(spans: list[Span], channels: Sequence[Channel]) -> list[Span]:

@@ -19,7 +19,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.launching import cooperative_pool as pool_module
 from roundelay.launching.cooperative_pool import CooperativePool
 from roundelay.runtime.handlers import Context, Handler, do_forward
-from roundelay.runtime.worker import Loop, Wrap
+from roundelay.runtime.workload import Loop, Wrap
 from roundelay.session.training import Length, Session
 from roundelay.transport.endpoint import Arrived, Granted, Message
 from roundelay.transport.memory import MemoryEndpoint, memory_endpoints

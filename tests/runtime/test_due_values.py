@@ -17,7 +17,7 @@ from roundelay.ir.micro_batch import MicroBatch
 from roundelay.ir.stage import Edge
 from roundelay.ir.value_layout import ValueLayout
 from roundelay.runtime.due_values import DueForwards, DueGradients, check_number
-from roundelay.runtime.worker import Wrap
+from roundelay.runtime.workload import Wrap
 from roundelay.transport.endpoint import Endpoint, Message, Value
 from tests.equivalence.cells import VARIANTS, bench
 from tests.frontend.cutting import backwards, buffers_of, captured_of, even_cuts, forwards, weights_of

@@ -20,7 +20,8 @@ from roundelay.launching.launched_worker import run_follower, run_leader
 from roundelay.launching.process_group import ProcessGroup
 from roundelay.runtime.device import Device
 from roundelay.runtime.processes.worker_messages import Encoded, Header, Report, Reporter, decode, encode, failure
-from roundelay.runtime.worker import Task, unchanged
+from roundelay.runtime.worker import Task
+from roundelay.runtime.workload import unchanged
 from roundelay.transport.endpoint import Arrived, Delivery, Endpoint, Granted, Lost, Message
 from roundelay.transport.memory import memory_endpoints
 

@@ -29,7 +29,7 @@ from roundelay.planner.machine_profile import FORMAT, LinkCosts, MachineProfile,
 from roundelay.planning.machine_profiles import machine_here
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
-from roundelay.runtime.worker import unchanged
+from roundelay.runtime.workload import unchanged
 
 Tell = Callable[[str], object]
 """Called with a line on what has been measured."""

@@ -17,11 +17,11 @@ from roundelay.runtime.device import Device
 from roundelay.runtime.links import open_link
 from roundelay.runtime.processes.determinism import use_threads
 from roundelay.runtime.processes.worker_messages import Report, Reporter
-from roundelay.runtime.worker import Loop, Workload
+from roundelay.runtime.workload import Loop, Workload
 from roundelay.transport.endpoint import Arrived, Endpoint, Lost, Message
 
 Waiting = Generator[bool, None, Message]
-"""What waits as a :data:`~roundelay.runtime.worker.Loop` does, for a message."""
+"""What waits as a :data:`~roundelay.runtime.workload.Loop` does, for a message."""
 
 _SENT, _MOST, _LEAST = 1 << 22, 16, 3
 """Bytes that a step sends in all, with so many repetitions at most and at least."""

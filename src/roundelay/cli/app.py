@@ -34,7 +34,7 @@ from roundelay.cli.check_options import (
 )
 from roundelay.cli.compare_options import CompareOptions
 from roundelay.cli.doctor_command import doctor, show_version
-from roundelay.cli.host_options import Advertise, HostOptions, Listen, check_hosted
+from roundelay.cli.host_options import Advertise, HostedChoices, HostOptions, Listen, check_hosted
 from roundelay.cli.loading import load
 from roundelay.cli.output_streams import lost
 from roundelay.cli.screen import only_json, show_error, stderr
@@ -193,13 +193,17 @@ def verify(job_file: o.JobFile, choices: Choices, options: VerifyOptions, as_jso
 @app.command("host", epilog="Example: `roundelay host my_job.py --peers 3 --listen 192.168.1.20:7700 --out shared`")
 @o.expand_options
 def host(
-    job_file: o.JobFile, choices: Choices, options: HostOptions, arithmetic: Arithmetic = None, as_json: o.Json = False
+    job_file: o.JobFile,
+    options: HostOptions,
+    choices: HostedChoices,
+    arithmetic: Arithmetic = None,
+    as_json: o.Json = False,
 ) -> int:
     """Train with machines that join: print an invitation for each other one, and begin when all are here.
 
-    Machines that join get a part of the model as data, and run nothing of the job's Python. Stage 0, here, sees the
-    data, and the last stage what the loss reads of them; each machine sees, and may keep, the weights of its own stage
-    and what it gets from the others.
+    Each runs one worker, on its CPU, over grpc with mutual TLS. Machines that join get a part of the model as data, and
+    run nothing of the job's Python. Stage 0, here, sees the data, and the last stage what the loss reads of them; each
+    machine sees, and may keep, the weights of its own stage and what it gets from the others.
     """
     check_lengths(options.steps, options.epochs)
     o.refuse_launcher("host")

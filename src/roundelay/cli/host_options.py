@@ -11,10 +11,40 @@ import typer
 
 from roundelay.cli import options as o
 from roundelay.errors import UsageError
+from roundelay.ir.rule import BUILT_IN
 from roundelay.planner.plan_options import Choices
 from roundelay.trust.invitation import is_host
 
 LOOPBACK = "127.0.0.1"
+
+RULE = "ravnest"
+"""The default: no machine waits for another's turn."""
+
+_NOT_HOSTED = frozenset(
+    {
+        *("workers", "stages", "transport", "devices", "layout", "data_parallel", "tensor_parallel", "signatures"),
+        *("zero", "hybrid", "cluster", "compile"),
+    }
+)
+
+HostedChoices = Annotated[
+    Choices,
+    o.Shown(
+        hidden=_NOT_HOSTED,
+        helps={
+            "micro_batches": "Micro-batches per batch, M. [default: 1; as many as --peers for pipedream-2bw, cdp-v1, "
+            "cdp-v2, rehearse; twice as many for rules that flush, where a batch's loss is the mean of its parts']",
+            "clip": "Clip gradients: stage:NORM, each stage by its own norm; of rules with an order also "
+            "previous:NORM, by all gradients' norm of an earlier batch; of rules that flush also global:NORM, of the "
+            "same batch. [default: none]",
+            "deterministic": "Compute by deterministic algorithms of torch alone; slower. Refused where torch cannot.",
+            "threads": "Intra-op threads of each machine. [default: this machine's cores, divided by --peers, where "
+            "every machine has so many; else 1]",
+            "rule": f"Update rule: {', '.join(BUILT_IN)}. [default: {RULE}]",
+        },
+    ),
+]
+"""Choices where one machine hosts and others join: one worker for each machine, on its CPU, over grpc."""
 
 Listen = Annotated[
     str | None,
@@ -31,7 +61,7 @@ Advertise = Annotated[
     str | None,
     typer.Option(
         help="Address or name, or ADDRESS:PORT, at which the others reach this machine, where that is another one: of "
-        "a router that passes the port on.",
+        "a router that passes the port on. [default: where it listens]",
         metavar="A[:P]",
         show_default=False,
     ),
@@ -141,12 +171,6 @@ def check_hosted(choices: Choices) -> None:
         raise UsageError(
             f"{name} with `roundelay host`",
             got="both",
-            expected="one stage for each machine, on its CPU, over grpc",
+            expected="one worker for each machine, on its CPU, over grpc",
             remedy=f"Leave {name} out; --peers says how many machines there are.",
         )
-
-
-_NOT_HOSTED = {
-    *("workers", "stages", "transport", "devices", "layout", "data_parallel", "tensor_parallel", "signatures"),
-    *("zero", "hybrid", "cluster", "compile"),
-}

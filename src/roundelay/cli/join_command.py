@@ -30,7 +30,7 @@ from roundelay.peers.reach import Reach
 from roundelay.peers.refusals import RefusalLines
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
-from roundelay.runtime.worker import unchanged
+from roundelay.runtime.workload import unchanged
 from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, READY, STATE, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
 from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, own_offer

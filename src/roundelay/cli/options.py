@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, final, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -46,7 +46,23 @@ Check = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 
-AnyRule = Annotated[Choices, OF_A_RULE]
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """How a command shows the options of a group.
+
+    Args:
+        without: fields that are no options of it.
+        hidden: options that it refuses, and says why: its help leaves them out.
+        helps: what its help says of others, where that is not true of every command.
+    """
+
+    without: Collection[str] = ()
+    hidden: Collection[str] = ()
+    helps: Mapping[str, str] = field(default_factory=dict)
+
+
+AnyRule = Annotated[Choices, Shown(without=OF_A_RULE)]
 """Choices without these."""
 
 
@@ -103,19 +119,16 @@ class RunOptions:
 def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
     """Replace every parameter of a command whose type is a dataclass by one option for each of its fields."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: _group(hint) for name, hint in hints.items() if is_dataclass(_group(hint)[0])}
+    groups = {name: _options(*_group(hint)) for name, hint in hints.items() if is_dataclass(_group(hint)[0])}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
-        if (found := groups.get(parameter.name)) is None:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-        else:
-            parameters += _options(*found)
+        parameters += groups.get(parameter.name, [parameter.replace(kind=Parameter.KEYWORD_ONLY)])
 
     @wraps(command)
     def expanded(**given: Any) -> _T:
         together = {
-            name: group(**{each.name: given.pop(each.name) for each in _options(group, without)})
-            for name, (group, without) in groups.items()
+            name: _group(hints[name])[0](**{each.name: given.pop(each.name) for each in options})
+            for name, options in groups.items()
         }
         return command(**together, **given)
 
@@ -123,28 +136,34 @@ def expand_options(command: Callable[..., _T]) -> Callable[..., _T]:
     return expanded
 
 
-def _group(hint: Any) -> tuple[Any, Sequence[str]]:
-    """A type and the names of its fields that are no options."""
-    return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, ())
+def _group(hint: Any) -> tuple[Any, Shown]:
+    """A type, and how its fields are shown as options."""
+    return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, Shown())
 
 
-def _options(group: Any, without: Sequence[str]) -> list[Parameter]:
+def _options(group: Any, shown: Shown) -> list[Parameter]:
     """One option for each field of a dataclass."""
     hints = get_type_hints(group, include_extras=True)
     return [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=_option(hints[each.name]))
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if each.default is MISSING else each.default,
+            annotation=_option(each.name, hints[each.name], shown),
+        )
         for each in fields(group)
-        if each.name not in without
+        if each.name not in shown.without
     ]
 
 
-def _option(hint: Any) -> Any:
+def _option(name: str, hint: Any, shown: Shown) -> Any:
     """The option of a field; of a choice as it is told."""
     kind, described = get_args(hint)
     if not isinstance(described, Choice):
         return hint
     flags = [described.flag] if described.flag else []
-    return Annotated[described.typed or kind, typer.Option(*flags, help=described.help, metavar=described.metavar)]
+    told, hidden = shown.helps.get(name, described.help), name in shown.hidden
+    return Annotated[described.typed or kind, typer.Option(*flags, help=told, metavar=described.metavar, hidden=hidden)]
 
 
 def exclusive(steps: int | None, epochs: int | None) -> None:

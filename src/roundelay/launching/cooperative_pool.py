@@ -27,7 +27,7 @@ from roundelay.actor.machine import Run
 from roundelay.ir.micro_batch import MicroBatch
 from roundelay.runtime.device import Handlers
 from roundelay.runtime.handlers import Context, Handler
-from roundelay.runtime.worker import Loop
+from roundelay.runtime.workload import Loop
 from roundelay.transport.memory import MemoryEndpoint
 
 LONG_S = 0.0005

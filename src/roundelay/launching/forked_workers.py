@@ -30,7 +30,7 @@ from roundelay.runtime.processes.child_process import fork
 from roundelay.runtime.processes.worker_messages import Report, ReportAssembler, failure, write_report
 from roundelay.runtime.shm_allreduce import shared_bytes
 from roundelay.runtime.shm_chained_sums import sum_bytes
-from roundelay.runtime.worker import Workload, Wrap, work
+from roundelay.runtime.workload import Workload, Wrap, work
 from roundelay.transport import FORKED
 from roundelay.transport.endpoint import Endpoint
 

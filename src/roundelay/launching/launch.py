@@ -19,7 +19,7 @@ from roundelay.launching.process_group import ProcessGroup
 from roundelay.launching.threaded_workers import run_threads
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.loader_processes import without_sigchld_handler
-from roundelay.runtime.worker import Workload, Wrap, unchanged
+from roundelay.runtime.workload import Workload, Wrap, unchanged
 
 Launcher = Callable[[Workload, Listener, Wrap], None]
 

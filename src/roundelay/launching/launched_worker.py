@@ -26,7 +26,7 @@ from roundelay.runtime.device import Device, make_device
 from roundelay.runtime.processes.idle_resources import give_back_idle
 from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
 from roundelay.runtime.processes.worker_messages import Report, Reporter, error_of, failure, unsendable
-from roundelay.runtime.worker import Workload, Wrap, work
+from roundelay.runtime.workload import Workload, Wrap, work
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.endpoint import Endpoint
 

@@ -14,7 +14,7 @@ from roundelay.launching.cuda_handoff import wrap_for_streams
 from roundelay.launching.failure_tracker import FailureTracker, Listener
 from roundelay.runtime.device import HOST, Device, make_device
 from roundelay.runtime.processes.worker_messages import Report, Reporter
-from roundelay.runtime.worker import Workload, Wrap, unchanged, work, working
+from roundelay.runtime.workload import Workload, Wrap, unchanged, work, working
 from roundelay.transport.checked_endpoint import next_item
 from roundelay.transport.cuda import Cuda
 from roundelay.transport.endpoint import Endpoint

@@ -48,7 +48,7 @@ from roundelay.runtime.loading.loader_probe import first_batch
 from roundelay.runtime.loading.prefetch import Registers
 from roundelay.runtime.optimizer.optimizer_state import WHOLE
 from roundelay.runtime.processes.determinism import deterministic, uses_device
-from roundelay.runtime.worker import Wrap
+from roundelay.runtime.workload import Wrap
 from roundelay.session.resume import load_checkpoint
 from roundelay.session.run_record import Trained
 from roundelay.session.stop_condition import Length, extent

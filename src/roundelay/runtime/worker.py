@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from roundelay.actor.machine import Run
 from roundelay.actor.machines import machine_for
-from roundelay.errors import DeadlineError, InternalError, RoundelayError, UnfitMessageError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, UnfitMessageError, WorkerLostError
 from roundelay.frontend.worker_model import WorkerModel
 from roundelay.ir.exchange import ExchangePlan
 from roundelay.ir.micro_batch import MicroBatch
-from roundelay.ir.program import EDGES, OPCODES, STATES, SUMS, Channel, Program
+from roundelay.ir.program import EDGES, STATES, SUMS, Channel, Program
 from roundelay.ir.stage import Edge, Partition, StageSpec
-from roundelay.ir.work import Settings, Work
+from roundelay.ir.work import Work
 from roundelay.job import Job
-from roundelay.observe.digest import digest
-from roundelay.observe.process_memory import private_bytes, resident_bytes
 from roundelay.runtime.action_recorder import ActionRecorder
 from roundelay.runtime.boxing_parts import Boxing
-from roundelay.runtime.device import HOST, Device
+from roundelay.runtime.device import Device
 from roundelay.runtime.due_values import DueValues, due_values
 from roundelay.runtime.grad_norm import GradNorms
 from roundelay.runtime.handlers import HANDLERS, PASSED_OVER, Context, Handler, axis_of, pass_over
@@ -36,63 +28,18 @@ from roundelay.runtime.initial_state import Initial
 from roundelay.runtime.links import Link, open_link
 from roundelay.runtime.loading.batch_reader import read_micro_batches
 from roundelay.runtime.loading.checkpoint_schedule import Extent, RunControl
-from roundelay.runtime.loading.instruction_log import InstructionLog, kept_micro_batches
+from roundelay.runtime.loading.instruction_log import kept_micro_batches
 from roundelay.runtime.loading.prefetch import Registers
 from roundelay.runtime.loss_scaler import LossScaler
 from roundelay.runtime.processes.determinism import use_threads
 from roundelay.runtime.processes.device_failure import RecentIntegers, has_failed, keep
-from roundelay.runtime.processes.user_errors import out_of_memory, unexpected
-from roundelay.runtime.processes.worker_messages import Report, Reporter, failure
+from roundelay.runtime.processes.worker_messages import Reporter
 from roundelay.runtime.shm_chained_sums import SumBlocks
-from roundelay.runtime.stage_state import HELD, Stage
+from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
+from roundelay.runtime.worker_reports import WorkerReports
+from roundelay.runtime.workload import Loop, Workload
 from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
-
-Loop = Generator[bool, None, None]
-"""A worker as a generator: ``next`` runs it until it would wait, and yields whether a credit would unblock it.
-
-It may be resumed in any thread, but only when something has arrived or the deadline has passed.
-"""
-
-Wrap = Callable[[Endpoint], Endpoint]
-"""Wraps every endpoint of a run, for tests that delay messages."""
-
-
-Prepare = Callable[[int], None]
-"""What a forked worker, whose number is the argument, does before it connects to the others."""
-
-
-def unchanged(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint itself: the default wrap."""
-    return endpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload(ABC):
-    """What launching must know of what it launches, the same for all workers: a run, or measurements of its parts.
-
-    Args:
-        works: what each worker is sent.
-        audit: whether to report a digest of everything that is computed.
-        prepare: what every forked worker does first.
-    """
-
-    works: tuple[Work, ...]
-    audit: bool = False
-    prepare: Prepare | None = None
-
-    @property
-    def settings(self) -> Settings:
-        """What all workers have in common."""
-        return self.works[0].settings
-
-    def recent_integers(self) -> RecentIntegers | None:
-        """Where the devices of a run keep the integers of micro-batches, if they do."""
-        return None
-
-    @abstractmethod
-    def loop(self, worker: int, endpoint: Endpoint, report: Reporter, device: Device) -> Loop:
-        """What a worker does, to its last report, ``finished``; arguments as of :func:`work`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,53 +82,6 @@ class Task(Workload):
                 keep(running)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """Time, updates and intra-op threads of one worker so far."""
-
-    started: float
-    busy_s: float = 0.0
-    updates: int = 0
-    threads: int = 0  # intra-op threads with which the last update was computed
-    reported: float = 0.0
-
-
-def work(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> None:
-    """Run one worker to its end.
-
-    Args:
-        task: what all do.
-        worker: its number.
-        endpoint: its end of the transport.
-        report: called with losses, progress, states and its end. An error is reported as ``failed`` and not raised.
-        device: where it computes.
-    """
-    for _ in working(task, worker, endpoint, report, device):
-        pass
-
-
-def working(task: Workload, worker: int, endpoint: Endpoint, report: Reporter, device: Device = HOST) -> Loop:
-    """:func:`work` as a generator. If the endpoint blocks, it may be resumed at any time."""
-    try:
-        with device.active():
-            yield from task.loop(worker, endpoint, report, device)
-        endpoint.close()
-    except RoundelayError as error:
-        _fail(error, worker, endpoint, report)
-    except MemoryError as error:
-        _fail(out_of_memory(f"worker {worker}", error), worker, endpoint, report)
-    except GeneratorExit:  # closed: the run is over
-        raise
-    except BaseException as error:  # every end of a worker must be reported
-        _fail(unexpected(f"worker {worker}", error), worker, endpoint, report)
-
-
-def _fail(error: RoundelayError, worker: int, endpoint: Endpoint, report: Reporter) -> None:
-    trace = "".join(traceback.format_exception(error))
-    report(failure(worker, endpoint.cause(error), trace))  # first: an abort may take a second
-    endpoint.abort(f"worker {worker} failed")
-
-
 class _Worker:
     """The loop of one worker."""
 
@@ -207,7 +107,8 @@ class _Worker:
         self.handlers = {
             stage: device.instrumented({**HANDLERS, **task.handlers.get(stage, {})}) for stage in program.stages
         }
-        self.resident, self.thread = resident_bytes(), threading.get_native_id()
+        kept = kept_micro_batches(max(len(work.program.body) for work in task.works))
+        self.reports = WorkerReports(worker, report, device, kept)
         self.registers = Registers(program.registers, settings.deadline_s)
         data = read_micro_batches(
             task.job.loader,
@@ -229,18 +130,16 @@ class _Worker:
         self.recorders = {
             k: ActionRecorder(worker, context.stage, report) for k, context in self.contexts.items() if program.free
         }
-        self.progress = _Progress(time.perf_counter())
-        self.log = InstructionLog(kept_micro_batches(max(len(work.program.body) for work in task.works)))
-        self.digests: list[list[object]] = []
+        self.reports.begin()
 
     def _context(self, number: int, program: Program) -> Context:
         """Create the context of the handlers of one stage."""
         task, settings, exchanges = self.task, self.work.settings, self.work.exchanges
-        spec, first = task.partition.stages[number], (number, self.work.stage(number).holder) == (0, 0)
+        spec, holder = task.partition.stages[number], self.work.stage(number).holder
         scale = settings.loss_scale
         scaler = LossScaler(scale, task.initial.loss_scale) if scale.on else None
         norms = None
-        if first and settings.needs_norm:
+        if (number, holder) == (0, 0) and settings.needs_norm:
             norms = GradNorms(scaler, task.initial.flight_of(number))
         return Context(
             self.worker,
@@ -254,7 +153,7 @@ class _Worker:
             frozenset(channel.id for channel in program.channels if channel.kind == "partial"),
             _edges(task.partition, program.channels),
             self.report,
-            partial(self._digest, number) if task.audit else None,
+            partial(self.reports.computed, number, holder) if task.audit else None,
             self.states,
             norms,
             scale.on,
@@ -302,9 +201,9 @@ class _Worker:
                 self.wait()
         for recorder in self.recorders.values():
             recorder.end()
-        self._report_events()
+        self.reports.tell_events(self.registers.loads, self.task.extent.start_batch)
         self.states.finish(self.work.settings.deadline_s)
-        self.report(Report("finished", self.worker, self._summary()))
+        self.reports.finish(endpoint, self.contexts, self.states.sums)
 
     def execute_instruction(self, run: Run) -> None:
         """Execute an instruction, send its results and free the slots of the messages that it took."""
@@ -335,11 +234,9 @@ class _Worker:
         for channel, _ in run.takes:
             self.links[channel].free(run.g)
         batch = (header or run.header or _UNKNOWN).batch
-        self.log.add((run, batch, start, end, sent))  # formatted at the end, when nobody waits for it
-        if OPCODES[opcode].share != "data":
-            self.progress.busy_s += end - start
+        self.reports.executed(run, batch, start, end, sent)
         if opcode == "update":
-            self._report_progress(run, end)
+            self.reports.updated(run, end)
             if recorder is not None and run.header is not None and run.header.saved:
                 recorder.take_digest()
 
@@ -401,75 +298,12 @@ class _Worker:
             remedy="Check what the other workers do; raise deadline_s if one instruction takes longer.",
         )
 
-    def _digest(self, stage: int, kind: str, number: int, tensors: Mapping[str, object]) -> None:
-        self.digests.append([kind, stage, self.work.stage(stage).holder, number, digest(tensors)])
-
-    def _report_progress(self, run: Run, now: float) -> None:
-        """Report the busy seconds after an update, at most ten times a second."""
-        self.progress.updates += 1
-        self.progress.threads = torch.get_num_threads()
-        if now - self.progress.reported > 0.1:
-            self.progress.reported = now
-            data = {
-                "busy_s": self.device.busy_s(self.progress.busy_s),
-                "wall_s": now - self.progress.started,
-                "update": run.version + 1,
-            }
-            self.report(Report("progress", self.worker, data))
-
-    def _report_events(self) -> None:
-        if self.digests:
-            self.report(Report("digest", self.worker, {"digests": self.digests}))
-        timed = self.device.spans(list(self.log.events), self.log.dropped)
-        events = [event for event in timed if event[0].g >= self.log.first]
-        for start in range(0, len(events), 4096):
-            rows = [_row(*event) for event in events[start : start + 4096]]
-            self.report(Report("events", self.worker, {"events": rows}))
-        first, since = self.task.extent.start_batch, events[0][2]
-        own = list(self.registers.loads)  # at once: the reader goes on
-        if loads := [[first + n, start, end] for n, start, end in own if end >= since]:
-            self.report(Report("loads", self.worker, {"loads": loads}))
-
-    def _summary(self) -> dict[str, object]:
-        return {
-            "pid": os.getpid(),
-            "thread": self.thread,
-            "threads": self.progress.threads,
-            "busy_s": self.device.busy_s(self.progress.busy_s),
-            "wall_s": time.perf_counter() - self.progress.started,
-            "updates": self.progress.updates,
-            "first_event_g": self.log.first,
-            "bytes_sent": {str(c): n for c, n in self.endpoint.bytes_sent.items()},
-            "bytes_received": {str(c): n for c, n in self.endpoint.bytes_received.items()},
-            "tape_bytes": {str(k): context.stage.tape_bytes() for k, context in self.contexts.items()},
-            "owed_bytes": {str(k): context.stage.owed_bytes() for k, context in self.contexts.items()},
-            "skipped": sum(context.skipped for context in self.contexts.values()),
-            "held_bytes": {kind: sum(c.stage.held_bytes[kind] for c in self.contexts.values()) for kind in HELD},
-            "device_peak_bytes": self.device.peak_bytes(),
-            "private_bytes": private_bytes(),
-            **{f"{when}_sums": self.states.sums.get(when) for when in ("start", "end")},
-            **_resident(self.resident),
-        }
-
 
 def _in_flight(initial: Initial, work: Work) -> dict[int, int] | None:
     """Return micro-batch to version of the forwards to redo; None if the stages start empty."""
     flights = [initial.flight_of(own.stage, own.holder) for own in work.stages]
     resumed = [flight for flight in flights if flight is not None]
     return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
-
-
-def _resident(before: tuple[int, int] | None) -> dict[str, object]:
-    """Return the resident bytes of this process before its stages were built, and its peak."""
-    after = resident_bytes()
-    return {"rss_at_start_bytes": before and before[0], "peak_rss_bytes": after and after[1]}
-
-
-def _row(run: Run, batch: int, start: float, end: float, sent: int) -> list[object]:
-    """Return an event in the form in which it is reported."""
-    line, weights = run.instruction, (run.reads, run.distance)
-    channels = list(line.takes), list(line.gives)
-    return [line.opcode, run.g, batch, *weights, start, end, sent, run.stage, line.of, *channels, str(run)]
 
 
 def _unfit(source: int, got: str, error: Exception) -> UnfitMessageError:

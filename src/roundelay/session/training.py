@@ -34,7 +34,8 @@ from roundelay.runtime.optimizer.stage_optimizer import RateTable, without_gradi
 from roundelay.runtime.processes.determinism import deterministic
 from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.state_reports import Gathered, StateUse
-from roundelay.runtime.worker import Prepare, Task, Wrap, unchanged
+from roundelay.runtime.worker import Task
+from roundelay.runtime.workload import Prepare, Wrap, unchanged
 from roundelay.session.checkpointing import Checkpointer, Saving, averages, position_of
 from roundelay.session.events import Drained, Event, Observer, Stopping, ignore, samples_per_second
 from roundelay.session.launched_states import announced_use, check_leader_reads, fetched_use
