@@ -73,6 +73,16 @@ def told(name: str) -> str:
     return re.search(r"\[default: ([^;\]]+)", option.help)[1]  # type: ignore[index]
 
 
+def test_a_run_that_is_continued_keeps_its_rule(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        first = hosting(tmp_path, MLP, "--out", "first", "--steps", 4, "--rule", "1f1b", peers=2)
+        assert [said.code for said in first.ended([first.join(0)])] == [0, 0]
+        again = hosting(tmp_path, MLP, "--out", "again", "--from", "first", "--steps", 8, peers=2)
+        assert [said.code for said in again.ended([again.join(0)])] == [0, 0], again.log.read_text()
+    plans = [Plan.parse((tmp_path / name / "plan.toml").read_text()) for name in ("first", "again")]
+    assert [plan.rule for plan in plans] == ["1f1b", "1f1b"]
+
+
 def run_of(invitation: str) -> str:
     return Invitation.parse(invitation).run
 

@@ -33,6 +33,12 @@ def test_a_machine_knows_itself_and_an_offer_is_read_as_it_was_written() -> None
     assert refusal(own, again) == ""
 
 
+def test_a_machine_offers_the_threads_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ROUNDELAY_CORES", "7")
+    assert own_offer(10).threads == 7
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"arithmetic": "x"}'])
 def test_what_is_no_offer_is_told_by_the_machine_s_name(text: str) -> None:
     with pytest.raises(UsageError, match="offer of worker-1"):

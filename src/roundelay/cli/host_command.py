@@ -16,12 +16,12 @@ import torch
 from roundelay import __version__
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.gathering import REASONS, Gathering, Waiting
-from roundelay.cli.host_options import HostOptions, address_of, advertised_of
+from roundelay.cli.host_options import RULE, HostOptions, address_of, advertised_of
 from roundelay.cli.options import RunOptions
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_job
+from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_files, plan_job
 from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
-from roundelay.cores import usable_cores
+from roundelay.cores import all_threads, usable_cores
 from roundelay.errors import PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import StagePlan
@@ -45,6 +45,7 @@ from roundelay.planner.source import Hardware
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
+from roundelay.planning.memory_limit import check_memory
 from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, optimizer_of, place_of
 from roundelay.session.offer import (
@@ -57,9 +58,6 @@ from roundelay.session.stop_condition import Length
 from roundelay.transport import grpc_stream
 from roundelay.trust.authority import HOST, new_authority
 from roundelay.trust.invitation import new_run
-
-RULE = "ravnest"
-"""The default: no machine waits for another's turn."""
 
 GENERATION = 0
 REFUSED = "refused.jsonl"
@@ -90,7 +88,8 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         check_vacant(run.out)
     job = load_job(job_file, run.seed)
     run = run.resolved(paths)
-    asked = replace(choices, workers=options.peers, transport="grpc", rule=choices.rule or RULE)
+    kept = run.resume is not None and plan_files(run.resume)
+    asked = replace(choices, workers=options.peers, transport="grpc", rule=choices.rule or (None if kept else RULE))
     planned = plan_job(job, asked, run.seed, PlanSource(resume=run.resume), quiet=as_json)
     if planned.plan.num_workers != options.peers:
         raise UsageError(
@@ -129,9 +128,9 @@ def _telling_loss(group: PeerGroup) -> Iterator[None]:
 
 def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
     """What the planner must know of the job when all machines are here: measured now, while this process may fork."""
-    plan = planned.plan
     source = Examined(planned.job, planned.captured, seed, ignore_wait)
-    return collect_facts(source, precision=plan.precision, threads=sorted({1, plan.threads}))
+    threads = sorted({1, all_threads(torch.get_num_threads)})
+    return collect_facts(source, precision=planned.plan.precision, threads=threads)
 
 
 def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> Waiting:
@@ -172,12 +171,11 @@ def _replanned(
     Raises:
         PlanError: none fits.
     """
-    planned, threads = prepared.planned, threads_each(offers)
-    known = {count for count in (1, planned.plan.threads) if count <= threads}
-    choices = replace(asked, threads=asked.threads or max(known))
-    machine = Hardware(usable_cores(), planned.plan.threads, 0, cluster_of(offers))
-    plan = priced(facts, choices, machine).plan
+    planned, threads = prepared.planned, asked.threads or threads_each(offers)
+    machine = Hardware(usable_cores(), threads, 0, cluster_of(offers))
+    plan = priced(facts, replace(asked, threads=threads), machine).plan
     prove(plan)
+    check_memory(Examined(planned.job, planned.captured, run.seed, ignore_wait), plan, asked.memory_limit)
     better = replace(planned, plan=plan)
     session = better.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
     stderr.print(f"Planned for these machines: {'; '.join(map(_stage_text, plan.stages))}.", markup=False)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, final
 
 import msgspec
+import torch
 from msgspec import Meta
 
-from roundelay.cores import core_quota, usable_cores
+from roundelay.cores import all_threads, core_quota
 from roundelay.errors import UsageError
 from roundelay.observe.arithmetic import arithmetic
 from roundelay.observe.machine_probe import probe_s
@@ -33,7 +34,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
         machine: a digest by which several processes of one machine, under one quota of its cores, know that they are.
-        cores: that it may use.
+        threads: intra-op ones of plain PyTorch in one process.
         probe_s: seconds of a fixed piece of work.
         memory_bytes: that its part may need.
         rtt_s: seconds of a message to the host and back.
@@ -43,7 +44,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     arithmetic: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     machine: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-    cores: Annotated[int, Meta(ge=1, le=4096)]
+    threads: Annotated[int, Meta(ge=1, le=4096)]
     probe_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
     memory_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
     rtt_s: Annotated[float, Meta(ge=0.0, lt=1e3)] = 0.0
@@ -81,7 +82,8 @@ def own_offer(
         bytes_per_s: from the host.
         address: where others reach it.
     """
-    return Offer(arithmetic(), _machine(), usable_cores(), probe_s(), memory_bytes, rtt_s, bytes_per_s, address)
+    threads = all_threads(torch.get_num_threads)
+    return Offer(arithmetic(), _machine(), threads, probe_s(), memory_bytes, rtt_s, bytes_per_s, address)
 
 
 def refusal(own: Offer, other: Offer) -> str:
@@ -124,11 +126,11 @@ def cluster_of(offers: Sequence[Offer]) -> Cluster:
 
 
 def threads_each(offers: Sequence[Offer]) -> int:
-    """Intra-op threads that each machine has for its worker; processes of one machine share its cores."""
+    """Intra-op threads that each machine has for its worker; processes of one machine share them."""
     counts: dict[str, int] = {}
     for one in offers:
         counts[one.machine] = counts.get(one.machine, 0) + 1
-    return max(1, min(one.cores // counts[one.machine] for one in offers))
+    return max(1, min(one.threads // counts[one.machine] for one in offers))
 
 
 def _machine() -> str:
