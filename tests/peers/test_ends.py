@@ -148,6 +148,20 @@ def test_a_machine_that_is_stopped_is_told_and_ends_when_it_goes_on(tmp_path: Pa
     assert "Traceback" not in host.err + one.err
 
 
+def test_machines_that_stay_stopped_end_themselves(tmp_path: Path) -> None:
+    """Each of them, as its own watchdog says: nobody else is left to tell it."""
+    with nothing_left_behind():
+        run, joined = training(tmp_path, "R", "--steps", ENDLESS, peers=2)
+        for process in (run.host, *joined):
+            os.kill(process.pid, signal.SIGSTOP)
+        for process in (run.host, *joined):
+            process.wait(STOPPED_S)
+        said = run.ended(joined)
+    assert [each.code for each in said] == [-signal.SIGKILL] * 2, said
+    for each, name, process in zip(said, ("host", "worker-1"), (run.host, *joined), strict=True):
+        assert f"roundelay: {name} (process {process.pid}) was stopped by a signal and not continued" in each.err
+
+
 def test_ctrl_c_ends_at_once_whoever_waits(tmp_path: Path) -> None:
     with nothing_left_behind():
         run = hosting(tmp_path, job_file(tmp_path, "batches=slowly", SLOW), "--out", "R")
