@@ -68,14 +68,24 @@ def saved(out: Path) -> int:
     return load(out / "checkpoint").position.updates if manifest.exists() else 0
 
 
+def awaited(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
+    """Wait until all have ended; whoever has not, within so many seconds, is killed, and fails the test."""
+    until_s = time.monotonic() + within_s
+    try:
+        for each in processes:
+            each.wait(max(0.1, until_s - time.monotonic()))
+    finally:
+        for each in processes:
+            each.kill()
+
+
 def strike(
     run: Hosted, joined: Sequence[subprocess.Popen[str]], process: subprocess.Popen[str], number: int, within_s: float
 ) -> tuple[float, list[Said]]:
     """Send a signal; return when all had ended, and what they said: the host first."""
     begin = time.monotonic()
     os.kill(process.pid, number)
-    for each in (run.host, *joined):
-        each.wait(max(0.1, within_s - (time.monotonic() - begin)))
+    awaited([run.host, *joined], within_s)
     took_s = time.monotonic() - begin
     said = run.ended(joined)
     assert not any("Traceback" in one.err for one in said), said
@@ -154,8 +164,7 @@ def test_machines_that_stay_stopped_end_themselves(tmp_path: Path) -> None:
         run, joined = training(tmp_path, "R", "--steps", ENDLESS, peers=2)
         for process in (run.host, *joined):
             os.kill(process.pid, signal.SIGSTOP)
-        for process in (run.host, *joined):
-            process.wait(STOPPED_S)
+        awaited([run.host, *joined], STOPPED_S)
         said = run.ended(joined)
     assert [each.code for each in said] == [-signal.SIGKILL] * 2, said
     for each, name, process in zip(said, ("host", "worker-1"), (run.host, *joined), strict=True):
