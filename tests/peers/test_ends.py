@@ -35,6 +35,14 @@ def slowly(epoch):
 """
 """At most a hundred updates a second, so that a checkpoint is written before the next is due."""
 
+FAILS = """
+def failing(epoch):
+    for k, batch in enumerate(mlp.batches(epoch)):
+        if k == 5:
+            raise ValueError("no row is left")
+        yield batch
+"""
+
 
 def training(folder: Path, out: str, *args: object, peers: int = 3) -> tuple[Hosted, list[subprocess.Popen[str]]]:
     """A run that has made updates since a checkpoint, and its machines."""
@@ -141,6 +149,18 @@ def test_a_host_that_is_killed_is_told_by_all(tmp_path: Path) -> None:
     assert [host.code, *(each.code for each in others)] == [-signal.SIGKILL, 1, 1]
     for each in others:
         assert [line.startswith("lost: host: ") for line in lost(each)] == [True], each.err
+
+
+def test_what_fails_on_the_host_is_told_by_all(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, job_file(tmp_path, "batches=failing", FAILS), "--out", "R", "--steps", 50)
+        said = run.ended([run.join(number) for number in range(2)])
+    assert [each.code for each in said] == [1, 1, 1], said
+    for each in said:
+        (line,) = lost(each)
+        assert line.startswith("lost: host: ")
+        assert "no row is left" in line
+        assert "Traceback" not in each.err
 
 
 def test_a_machine_that_is_stopped_is_told_and_ends_when_it_goes_on(tmp_path: Path) -> None:

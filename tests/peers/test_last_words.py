@@ -38,7 +38,10 @@ def heard(cause: BaseException | None) -> RoundelayError:
     ("cause", "told"),
     [
         (PeerLostError.of("worker-2", "connection reset"), ("worker-2", "connection reset")),
-        (RunError("batches", got="ValueError: no\nrow", expected="", remedy=""), ("host", "batches: ValueError: no row")),
+        (
+            RunError("batches", got="ValueError: no\nrow", expected="", remedy=""),
+            ("host", "batches: ValueError: no row"),
+        ),
         (KeyboardInterrupt(), ("host", "it was interrupted")),
         (SystemExit(3), ("host", "it has failed")),
         (None, ("host", "it has failed")),
