@@ -83,5 +83,5 @@ def test_the_slowest_line_has_the_time_to_carry_all_weights(bytes_per_s: float) 
 
 
 def test_a_machine_that_does_not_take_its_part_is_named_with_its_reason() -> None:
-    with pytest.raises(UsageError, match="worker-1.*too little memory"):
+    with pytest.raises(UsageError, match=r"worker-1.*too little memory"):
         assigned(Texts(why="too little memory"), 0.0)
