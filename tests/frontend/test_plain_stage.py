@@ -16,15 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundelay.errors import CaptureError, JobError, PlanError
+from roundelay.errors import CaptureError, JobError
 from roundelay.frontend import Captured, RngKey, capture
 from roundelay.frontend.batch import as_tensor
-from roundelay.frontend.plain_sizes import largest
 from roundelay.frontend.plain_stage import plain_stage, rebuilt
 from roundelay.frontend.stages.remat_segment import RematSegment
 from roundelay.ir.graph import COUNT, LABELS, LOSS
 from roundelay.ir.plain_bytes import decoded, encoded
-from roundelay.ir.plain_graph import Call, Input, Limits, List, PlainGraph, PlainSegment, PlainStage, Ref
 from roundelay.lower.partition import partition
 from tests.frontend.cutting import (
     MODES,
@@ -372,29 +370,3 @@ def test_graphs_in_graphs_and_every_kind_of_random_number() -> None:
             wanted = run(captured, cut, data(5), params, halved=halved)
             assert same(wanted, run(plain, cut, data(5), params, halved=halved)) == [], place
     assert wanted.loss.isfinite()
-
-
-@EVERY
-def test_the_largest_tensor_is_known_before_any_is_made(name: str) -> None:
-    captured, batch = captured_of(name), batch_of(name)
-    cut = even_cuts(captured, 2)
-    done = run(captured, cut, batch, weights_of(captured))
-    for one in done.forwards:
-        plain, buffers = plain_stage(captured, one.spec), {n: captured.buffers()[n] for n in one.spec.buffers}
-        found = largest(plain, one.params, buffers, one.inputs)
-        made = [v.nbytes for n, v in tensors(one.outputs).items() if not n.startswith("weight.")]
-        assert max(made) <= found < 1 << 22
-        with pytest.raises(PlanError, match=r"got a tensor of [\d,]+ elements; expected at most [\d,]+"):
-            largest(plain, one.params, buffers, one.inputs, Limits(elements=max(1, found // 16)))
-
-
-def test_a_size_that_grows_by_arithmetic_is_refused_before_it_is_made() -> None:
-    nodes: list[Any] = [Input("x", 2), Input("draw", -1), Call("size", "aten.sym_size.int", (Ref(0), 0), {}, -1)]
-    nodes += [Call("more", "python.mul", (Ref(i), 1 << 20), {}, -1) for i in (2, 3)]
-    nodes += [Call("made", "aten.zeros.default", (List((Ref(4),)),), {}, 1)]
-    segment = PlainSegment(PlainGraph(tuple(nodes), (Ref(5),)), 0, 1, (), (), ("x",), ("y",))
-    plain = decoded(encoded(PlainStage(0, "fp32", (segment,), None, ("x",), ("y",))))
-    with pytest.raises(PlanError, match="2,199,023,255,552 elements"):
-        largest(plain, {}, {}, {"x": torch.ones(2, 2)})
-    with pytest.raises(PlanError, match="a stage for values of these sizes"):
-        largest(plain, {}, {}, {"x": torch.ones(())})

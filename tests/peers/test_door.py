@@ -360,6 +360,10 @@ STRANGERS: dict[str, tuple[Callable[[Opened], Any], str]] = {
     "pickle": (lambda at: send(at.gate.address, b"\x80\x04\x95."), refusals.PLAINTEXT),
     "broken TLS": (lambda at: send(at.gate.address, b"\x16\x03\x01\x00\x20" + b"x" * 32), refusals.BROKEN),
     "much broken TLS": (lambda at: send(at.gate.address, b"\x16\x03\x01\x40\x00" + b"x" * 30_000), refusals.BROKEN),
+    "another server": (
+        lambda at: send(at.gate.address, b"", tls=True, server="www.example.org"),
+        refusals.UNKNOWN_SERVICE,
+    ),
     "TLS, then garbage": (lambda at: send(at.gate.address, b"garbage" * 20, tls=True), refusals.SILENT),
     "TLS, then much garbage": (lambda at: send(at.gate.address, b"x" * 30_000, tls=True), refusals.SILENT),
     "too much": (lambda at: call(at.gate.address, bytes(10 * MAX_BYTES)), refusals.OVERSIZE),

@@ -35,6 +35,14 @@ def slowly(epoch):
 """
 """At most a hundred updates a second, so that a checkpoint is written before the next is due."""
 
+FAILS = """
+def failing(epoch):
+    for k, batch in enumerate(mlp.batches(epoch)):
+        if k == 5:
+            raise ValueError("no row is left")
+        yield batch
+"""
+
 
 def training(folder: Path, out: str, *args: object, peers: int = 3) -> tuple[Hosted, list[subprocess.Popen[str]]]:
     """A run that has made updates since a checkpoint, and its machines."""
@@ -68,14 +76,24 @@ def saved(out: Path) -> int:
     return load(out / "checkpoint").position.updates if manifest.exists() else 0
 
 
+def awaited(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
+    """Wait until all have ended; whoever has not, within so many seconds, is killed, and fails the test."""
+    until_s = time.monotonic() + within_s
+    try:
+        for each in processes:
+            each.wait(max(0.1, until_s - time.monotonic()))
+    finally:
+        for each in processes:
+            each.kill()
+
+
 def strike(
     run: Hosted, joined: Sequence[subprocess.Popen[str]], process: subprocess.Popen[str], number: int, within_s: float
 ) -> tuple[float, list[Said]]:
     """Send a signal; return when all had ended, and what they said: the host first."""
     begin = time.monotonic()
     os.kill(process.pid, number)
-    for each in (run.host, *joined):
-        each.wait(max(0.1, within_s - (time.monotonic() - begin)))
+    awaited([run.host, *joined], within_s)
     took_s = time.monotonic() - begin
     said = run.ended(joined)
     assert not any("Traceback" in one.err for one in said), said
@@ -133,6 +151,18 @@ def test_a_host_that_is_killed_is_told_by_all(tmp_path: Path) -> None:
         assert [line.startswith("lost: host: ") for line in lost(each)] == [True], each.err
 
 
+def test_what_fails_on_the_host_is_told_by_all(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        run = hosting(tmp_path, job_file(tmp_path, "batches=failing", FAILS), "--out", "R", "--steps", 50)
+        said = run.ended([run.join(number) for number in range(2)])
+    assert [each.code for each in said] == [1, 1, 1], said
+    for each in said:
+        (line,) = lost(each)
+        assert line.startswith("lost: host: ")
+        assert "no row is left" in line
+        assert "Traceback" not in each.err
+
+
 def test_a_machine_that_is_stopped_is_told_and_ends_when_it_goes_on(tmp_path: Path) -> None:
     with nothing_left_behind():
         run, joined = training(tmp_path, "R", "--steps", ENDLESS, peers=2)
@@ -146,6 +176,19 @@ def test_a_machine_that_is_stopped_is_told_and_ends_when_it_goes_on(tmp_path: Pa
     assert [line.startswith("lost: worker-1: ") for line in lost(host)] == [True], host.err
     assert one.code not in (0, None)
     assert "Traceback" not in host.err + one.err
+
+
+def test_machines_that_stay_stopped_end_themselves(tmp_path: Path) -> None:
+    """Each of them, as its own watchdog says: nobody else is left to tell it."""
+    with nothing_left_behind():
+        run, joined = training(tmp_path, "R", "--steps", ENDLESS, peers=2)
+        for process in (run.host, *joined):
+            os.kill(process.pid, signal.SIGSTOP)
+        awaited([run.host, *joined], STOPPED_S)
+        said = run.ended(joined)
+    assert [each.code for each in said] == [-signal.SIGKILL] * 2, said
+    for each, name, process in zip(said, ("host", "worker-1"), (run.host, *joined), strict=True):
+        assert f"roundelay: {name} (process {process.pid}) was stopped by a signal and not continued" in each.err
 
 
 def test_ctrl_c_ends_at_once_whoever_waits(tmp_path: Path) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,9 +17,8 @@ from roundelay.trust.invitation import Invitation
 from tests.cli.harness import MLP, finish, one_screen
 from tests.cli.harness import here as typed
 from tests.conftest import nothing_left_behind
-from tests.peers.hosted import hosting
+from tests.peers.hosted import PATIENCE_S, hosting
 from tests.peers.strangers import from_elsewhere
-from tests.peers.test_host_join import wait_for
 
 OTHER = "127.0.0.2"
 """Also an address of this machine, where nothing listens that is only for itself."""
@@ -26,6 +29,19 @@ def free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
+def listening(processes: Sequence[subprocess.Popen[str]]) -> list[set[tuple[str, int]]]:
+    """Where each process has listened until the first, which began before the others, had ended."""
+    found = [set[tuple[str, int]]() for _ in processes]
+    until = time.monotonic() + PATIENCE_S
+    while processes[0].poll() is None and time.monotonic() < until:
+        for process, ports in zip(processes, found, strict=True):
+            with suppress(psutil.Error):
+                sockets = [one.laddr for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"]
+                ports |= {(at.ip.removeprefix("::ffff:"), at.port) for at in sockets}
+        time.sleep(0.02)
+    return found
+
+
 def test_one_port_of_a_machine_is_all_that_others_need_and_a_router_may_pass_it_on(tmp_path: Path) -> None:
     own, port = free_port(OTHER), free_port("127.0.0.1")
     with nothing_left_behind(), from_elsewhere(("127.0.0.1", port), "127.0.0.1") as router:
@@ -33,11 +49,11 @@ def test_one_port_of_a_machine_is_all_that_others_need_and_a_router_may_pass_it_
         assert {address for text in run.invitations for address in Invitation.parse(text).addresses} == {(OTHER, own)}
         behind = run.join(0, "--listen", f"127.0.0.1:{port}", "--advertise", "{}:{}".format(*router))
         joined = [behind, run.join(1)]
-        wait_for(run.log, "Planned for these machines")
-        found = [one.laddr for one in psutil.Process(run.host.pid).net_connections() if one.status == "LISTEN"]
-        assert [at.port for at in found if not at.ip.removeprefix("::ffff:").startswith("127.0.0.1")] == [own]
+        open_at = listening([run.host, *joined])
         host, *others = run.ended(joined)
     assert [said.code for said in (host, *others)] == [0, 0, 0], host.err
+    assert {at for at in set.union(*open_at) if not at[0].startswith("127.0.0.1")} == {(OTHER, own)}
+    assert all(len(ports) > 1 for ports in open_at[:2]), "the servers of those whom others call, on loopback"
     assert (tmp_path / "shared" / "refused.jsonl").read_text() == ""
     assert not any("Refused" in said.err for said in others)
 

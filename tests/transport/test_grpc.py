@@ -162,6 +162,25 @@ def test_a_server_of_a_foreign_authority_or_another_name_is_not_talked_to(tmp_pa
         assert outcomes[0]["result"] == "none of workers [1]"
 
 
+@pytest.mark.parametrize("behind", ["", "data-0"])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_certificate_opens_as_a_service_of_its_owner_only(behind: str, owner: int, tmp_path: Path) -> None:
+    """Worker 0 serves: with its own certificate it is talked to, and with another worker's it is not."""
+
+    def meet(worker: int, certified: int) -> str:
+        meeting = FileMeeting(str(tmp_path / "ports"), 2, WAIT_S)
+        own = Member(OURS.issue(name_of(certified)), meeting, service=behind)
+        try:
+            GrpcEndpoint(worker, range(2), own, WAIT_S if worker else 2.0).abort("over")
+        except (DeadlineError, WorkerLostError) as error:
+            return type(error).__name__
+        return "met"
+
+    outcomes = fork_all([lambda: {"result": meet(0, owner)}, lambda: {"result": meet(1, 1)}])
+    told = ["met", "met"] if owner == 0 else ["DeadlineError", "WorkerLostError"]
+    assert outcomes == [{"result": each} for each in told]
+
+
 # --- what a worker sends that was let in
 
 

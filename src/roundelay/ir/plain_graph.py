@@ -6,7 +6,9 @@ checked before anything is done with them::
 
     ir.plain_bytes.decoded            structure, names, references, sizes of what is held
     frontend.plain_stage.rebuilt      arguments against the operators' schemas, sizes that are written in it
-    frontend.plain_sizes.largest      sizes of what a forward makes, for values of the plan's sizes
+
+Sizes that it computes from others are bounded where it runs: its process allocates no more than the machine allows
+(``cli.memory_bound``), whatever the values are, in the backward too.
 
 A node's own name is for messages only.
 """
