@@ -359,9 +359,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         if not link.position.left:
             received = memoryview(b"".join(link.pieces)) if len(link.pieces) > 1 else body
             link.pieces.clear()
-            if len(received) < wire.HEAD_BYTES:
-                raise unreadable(envelopes.TRUNCATED)
-            frame = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
+            frame = _head(received)
             if frame.kind in (wire.MESSAGE, wire.MESSAGE_APART):
                 self._unread += len(received)
             self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
@@ -446,6 +444,16 @@ class _Link(Link):
         self.position: Position | None = None  # what must come next, once HELLO has come
         self.pieces: list[memoryview] = []  # of a message that is not yet whole
         self.done = threading.Event()  # the handshake is complete, or the stream broken
+
+
+def _head(received: memoryview) -> wire.Head:
+    """Return the head of a frame; what follows a message is for :func:`_message` to compare."""
+    if len(received) < wire.HEAD_BYTES:
+        raise unreadable(envelopes.TRUNCATED)
+    head = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
+    if head.kind not in (wire.MESSAGE, wire.MESSAGE_APART) and len(received) != wire.HEAD_BYTES + head.length:
+        raise unreadable(envelopes.TRUNCATED)
+    return head
 
 
 def _message(head: wire.Head, received: memoryview) -> Message:

@@ -22,7 +22,7 @@ from roundelay.transport import wire_layout as layouts
 from roundelay.transport.endpoint import MAX_HEADER, Message
 from roundelay.transport.wire_layout import Layout, unreadable
 
-FRAME_BYTES = 65_536
+FRAME_BYTES = layouts.MAX_INSIDE_BYTES
 """Most bytes of a frame; a message's tensors travel inside it while they fit."""
 
 MAX_BODY_BYTES = 2**24
