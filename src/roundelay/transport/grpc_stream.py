@@ -66,6 +66,9 @@ OPTIONS = {
 MOST_WAITING, MOST_UNREAD = 4096, 4
 """Messages, and greatest messages by their bytes, that may wait for the worker before no more are read."""
 
+READ_BYTES = 256
+"""Memory that a byte of a message's layout takes once it is read; the layout of a tensor has 3 bytes or more."""
+
 PAUSE_S = 0.002
 ROLE, GARBLED = "wrong role", "no message"
 REASONS = (*envelopes.REASONS, ROLE, GARBLED)
@@ -326,7 +329,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             link.done.set()
             await writer  # END can still be sent
         except InternalError as fault:
-            self._lose(link, f"it sent bytes that are no message ({fault.got})")
+            self._lose_unfit(link, fault)
             return self._count(name_of(link.worker), fault)
         except asyncio.CancelledError:
             self._lose(link, "its connection broke")
@@ -360,9 +363,21 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             received = memoryview(b"".join(link.pieces)) if len(link.pieces) > 1 else body
             link.pieces.clear()
             frame = _head(received)
-            if frame.kind in (wire.MESSAGE, wire.MESSAGE_APART):
-                self._unread += len(received)
+            self._weigh(link, frame, len(received))
             self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
+
+    def _weigh(self, link: _Link, frame: wire.Head, num_bytes: int) -> None:
+        """Count what waits for the worker; refuse more credits than a plan has messages in flight."""
+        if frame.kind in wire.MESSAGES:
+            self._unread += num_bytes + READ_BYTES * frame.layout
+        elif frame.kind == wire.GRANT and self._waiting_credits(link) > MOST_WAITING:
+            raise wire.unexpected(frame)
+
+    def _waiting_credits(self, link: _Link) -> int:
+        """How many of a worker's credits wait, counted only if many of all do."""
+        if len(self._credits) <= MOST_WAITING:
+            return 0
+        return [credit.source for credit in list(self._credits)].count(link.worker)
 
     def _acknowledge(self, link: _Link) -> None:
         self._post(link, wire.end_frame(""), last=True)
@@ -451,7 +466,7 @@ def _head(received: memoryview) -> wire.Head:
     if len(received) < wire.HEAD_BYTES:
         raise unreadable(envelopes.TRUNCATED)
     head = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
-    if head.kind not in (wire.MESSAGE, wire.MESSAGE_APART) and len(received) != wire.HEAD_BYTES + head.length:
+    if head.kind not in wire.MESSAGES and len(received) != wire.HEAD_BYTES + head.length:
         raise unreadable(envelopes.TRUNCATED)
     return head
 

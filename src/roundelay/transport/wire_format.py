@@ -33,6 +33,8 @@ MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE = range(1, 7)
 """Kinds of frames. The body of MESSAGE_APART does not fit into the frame and follows it; MORE announces bytes in a ring
 of shared memory."""
 
+MESSAGES = (MESSAGE, MESSAGE_APART)
+
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size
 _CACHED_VALUES = 32
