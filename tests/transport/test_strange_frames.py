@@ -23,6 +23,7 @@ from roundelay.errors import InternalError
 from roundelay.transport import grpc_stream as stream
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import MAX_VALUES, Arrived, Lost, Message
+from roundelay.transport.grpc_link import head_in, message_in
 from roundelay.transport.grpc_stream import GrpcEndpoint
 from tests.transport import strange_frames
 from tests.transport.harness import fork_all
@@ -60,8 +61,8 @@ def read(received: bytes) -> Message | str:
     """The message, or why it is refused; "control" for another frame."""
     view = memoryview(received)
     try:
-        head = stream._head(view)
-        return stream._message(head, view) if head.kind in (wire.MESSAGE, wire.MESSAGE_APART) else "control"
+        head = head_in(view)
+        return message_in(head, view) if head.kind in (wire.MESSAGE, wire.MESSAGE_APART) else "control"
     except InternalError as refused:
         return refused.got if refused.subject == "bytes from another worker" else pytest.fail(f"{refused}")
 
