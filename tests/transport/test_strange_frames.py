@@ -70,7 +70,7 @@ def read(received: bytes) -> Message | str:
 @given(strange_frames.FRAMES)
 @example(frame(tensor(INSIDE, 0, [2**34, 2**34, 0])))
 @example(frame(tensor(APART, 11, [2**34, 2**27, 0])))
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=1000)
 def test_any_frame_is_a_message_or_is_refused_and_takes_what_has_come(received: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch, Memory(patch) as memory:
         got = read(received)
