@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from roundelay.errors import InternalError
+from roundelay.errors import DeadlineError, InternalError
 from roundelay.transport import grpc_stream as stream
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import MAX_VALUES, Arrived, Lost, Message
@@ -186,6 +186,23 @@ def test_a_frame_that_is_none_loses_its_sender_at_once_and_nothing_else_comes(se
     outcomes = in_child(trials)
     assert outcomes["truncated"]
     assert len(outcomes) > 3
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_who_sends_what_is_none_is_cut_off_when_the_other_knows_of_it(sender: int, tmp_path: Path) -> None:
+    """Else it could be the first to tell that a worker is lost, while the other still computes."""
+
+    def trial() -> list[Any]:
+        with paired(tmp_path / "pair") as ends:
+            ends[sender]._post(ends[sender]._links[1 - sender], bytearray(wire.HEAD_BYTES))
+            assert settled(lambda: ends[1 - sender].refused["no message"], 1)
+            with pytest.raises(DeadlineError):
+                ends[sender].receive(0.5)
+            return told(ends[1 - sender]) + told(ends[sender])
+
+    first, then = in_child(trial)
+    assert (first[0], first[2]) == (sender, True)
+    assert (then[0], then[2]) == (1 - sender, False)
 
 
 def test_after_its_end_a_worker_sends_no_more(tmp_path: Path) -> None:

@@ -254,7 +254,11 @@ class GrpcEndpoint(FramedEndpoint[GrpcLink]):
             await writer  # END can still be sent
         except InternalError as fault:
             self._lose_unfit(link, fault)
-            return self._count(name_of(link.worker), fault)
+            link.done.set()
+            reason = self._count(name_of(link.worker), fault)
+            while not self._inbox.empty():  # cut off sooner, its sender tells of a loss before this worker does
+                await asyncio.sleep(PAUSE_S)
+            return reason
         except asyncio.CancelledError:
             self._lose(link, "its connection broke")
             raise
