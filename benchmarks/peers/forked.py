@@ -10,7 +10,8 @@ from roundelay.transport import FORKED, Connecting
 from roundelay.transport.endpoint import Endpoint, ForkedLinks
 from roundelay.transport.framed_endpoint import rendezvous_file
 from roundelay.transport.gloo import GlooEndpoint
-from roundelay.transport.grpc_stream import VALID, GrpcEndpoint, Member, name_of
+from roundelay.transport.grpc_member import Member, name_of
+from roundelay.transport.grpc_stream import VALID, GrpcEndpoint
 from roundelay.transport.meeting import FileMeeting
 from roundelay.trust.authority import new_authority
 from tests.wan.bed import Bed

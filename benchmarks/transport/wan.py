@@ -23,7 +23,8 @@ import torch.distributed as dist
 from benchmarks.common import alternate, asked, report, spread, table
 from benchmarks.transport.run import PATIENCE_S, Side, of_two, side_of
 from roundelay.transport.gloo import GlooEndpoint
-from roundelay.transport.grpc_stream import GrpcEndpoint, Member, name_of
+from roundelay.transport.grpc_member import Member, name_of
+from roundelay.transport.grpc_stream import GrpcEndpoint
 from roundelay.transport.meeting import FileMeeting
 from roundelay.trust.authority import new_authority
 from tests.wan.bed import Bed, Unusable

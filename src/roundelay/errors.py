@@ -16,7 +16,7 @@
     │   ├── NondeterministicError  an operation that has no deterministic form
     │   ├── WorkerLostError   a worker ended or stopped answering
     │   │   ├── PeerLostError     a machine of a run that others have joined did, and which one is known
-    │   │   └── UnfitMessageError a worker sent another what the plan does not have it send
+    │   │   └── UnfitMessageError a worker sent another what is no message, or none of the plan's
     │   └── DeadlineError     a wait that outlasted its deadline
     └── InternalError         a law of the house was broken: a bug of ours
 
@@ -117,7 +117,7 @@ class PeerLostError(WorkerLostError):
 
 
 class UnfitMessageError(WorkerLostError):
-    """A worker sent another what the plan does not have it send; the subject is its number."""
+    """A worker sent another what is no message, or what the plan does not have it send; the subject is its number."""
 
 
 class DeadlineError(RunError):

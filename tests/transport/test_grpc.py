@@ -20,9 +20,11 @@ from roundelay.ir.transports import check_packages
 from roundelay.planner.plan_options import Choices
 from roundelay.planning.check_here import check_here
 from roundelay.transport import envelope as envelopes
+from roundelay.transport import grpc_link
 from roundelay.transport import grpc_stream as stream
 from roundelay.transport.endpoint import Arrived, Lost, Message
-from roundelay.transport.grpc_stream import GrpcEndpoint, Member, forked_over_grpc, name_of
+from roundelay.transport.grpc_member import Member, load_grpc, name_of
+from roundelay.transport.grpc_stream import GrpcEndpoint, forked_over_grpc
 from roundelay.transport.meeting import FileMeeting
 from roundelay.trust.authority import Credentials, new_authority
 from tests.transport.harness import fork_all
@@ -94,7 +96,7 @@ def next_message(endpoint: GrpcEndpoint) -> Any:
 
 def connect(tmp_path: Path, credentials: Credentials | None, certified: bool, hello: bytes) -> list[str]:
     """Call worker 0 as a stranger would; the code and the words with which it is refused."""
-    grpc = stream._grpc()
+    grpc = load_grpc()
     address = dist.FileStore(str(tmp_path / "ports"), 2).get(name_of(0)).decode()
     time.sleep(0.3)
     if credentials is None:
@@ -240,7 +242,7 @@ def test_memory_is_not_allocated_for_what_is_only_announced(tmp_path: Path, monk
     lead, answer = train(tmp_path)
 
     def listen(endpoint: GrpcEndpoint) -> Any:
-        monkeypatch.setattr(stream, "decoded", lambda head, body: pytest.fail("memory was allocated"))
+        monkeypatch.setattr(grpc_link, "decoded", lambda head, body: pytest.fail("memory was allocated"))
         lost = endpoint.receive(WAIT_S)
         monkeypatch.undo()
         (tmp_path / "done").touch()

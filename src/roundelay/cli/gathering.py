@@ -21,7 +21,7 @@ from roundelay.peers.gate import Gate
 from roundelay.peers.members import Members
 from roundelay.peers.reach import unreached
 from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, Offer, refusal
-from roundelay.transport.grpc_stream import name_of
+from roundelay.transport.grpc_member import name_of
 from roundelay.trust.authority import Authority, Credentials
 from roundelay.trust.invitation import address_text
 

@@ -19,7 +19,8 @@ from roundelay.launching.last_words import ENDED, end_told, loss_told, lost_word
 from roundelay.launching.process_group import PLAN_S, ProcessGroup, neighbours
 from roundelay.runtime.device import Device
 from roundelay.transport.endpoint import Endpoint
-from roundelay.transport.grpc_stream import Front, GrpcEndpoint, Member
+from roundelay.transport.grpc_member import Front, Member
+from roundelay.transport.grpc_stream import GrpcEndpoint
 from roundelay.transport.meeting import Meeting
 from roundelay.trust.authority import HOST, Credentials
 

@@ -39,7 +39,7 @@ from roundelay.runtime.stage_state import Stage
 from roundelay.runtime.state_reports import StateReporter, StateUse
 from roundelay.runtime.worker_reports import WorkerReports
 from roundelay.runtime.workload import Loop, Workload
-from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Message
+from roundelay.transport.endpoint import Arrived, Endpoint, Granted, Lost, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +255,7 @@ class _Worker:
 
         Raises:
             DeadlineError: nothing arrived in time.
+            UnfitMessageError: a worker has sent what is no message, or does not fit the plan.
             WorkerLostError: a worker is lost.
         """
         machine, endpoint = self.machine, self.endpoint
@@ -269,12 +270,7 @@ class _Worker:
         elif type(delivery) is Granted:
             self._granted(*delivery)
         elif not endpoint.aborted:  # otherwise the run is over for this worker too
-            raise WorkerLostError(
-                f"worker {delivery.source}",
-                got=delivery.reason,
-                expected="a living worker",
-                remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
-            )
+            raise _loss(delivery)
 
     def _arrived(self, delivery: Arrived) -> None:
         try:
@@ -282,13 +278,13 @@ class _Worker:
                 self.due.came[channel](delivery.message)
             self.links[channel].arrived(delivery.source, delivery.message)
         except (InternalError, LookupError, TypeError, ValueError, AssertionError) as error:
-            raise _unfit(delivery.source, f"a message on channel {delivery.message.channel}", error) from error
+            raise _misfit(delivery.source, f"a message on channel {delivery.message.channel}", error) from error
 
     def _granted(self, source: int, channel: int) -> None:
         try:
             self.machine.grant(channel, source)
         except (InternalError, LookupError) as error:
-            raise _unfit(source, f"a credit of channel {channel}", error) from error
+            raise _misfit(source, f"a credit of channel {channel}", error) from error
 
     def _deadline_error(self) -> DeadlineError:
         return DeadlineError(
@@ -306,10 +302,25 @@ def _in_flight(initial: Initial, work: Work) -> dict[int, int] | None:
     return {g: version for flight in resumed for g, version in flight.versions.items()} if resumed else None
 
 
-def _unfit(source: int, got: str, error: Exception) -> UnfitMessageError:
+def _loss(lost: Lost) -> WorkerLostError:
+    if lost.unfit:
+        return _unfit(lost.source, lost.reason)
+    return WorkerLostError(
+        f"worker {lost.source}",
+        got=lost.reason,
+        expected="a living worker",
+        remedy="See its own message; continue with `roundelay train --from` the last checkpoint.",
+    )
+
+
+def _misfit(source: int, got: str, error: Exception) -> UnfitMessageError:
+    return _unfit(source, f"it sent {got} that does not fit the plan ({type(error).__name__}: {error})")
+
+
+def _unfit(source: int, got: str) -> UnfitMessageError:
     return UnfitMessageError(
         f"worker {source}",
-        got=f"it sent {got} that does not fit the plan ({type(error).__name__}: {error})",
+        got=got,
         expected="what its plan has it send",
         remedy="Check that it runs the same version and plan; if it does, report this as a bug.",
     )

@@ -97,10 +97,12 @@ class Granted(NamedTuple):
 
 @final
 class Lost(NamedTuple):
-    """Worker `source` has died or aborted; nothing follows from it."""
+    """Worker `source` has died or aborted, or sent bytes that are no message; nothing follows from it."""
 
     source: int
     reason: str
+    unfit: bool = False
+    """Whether it sent such bytes."""
 
 
 Delivery = Arrived | Granted | Lost

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from roundelay.errors import DeadlineError, RoundelayError, UserCodeError, WorkerLostError
+from roundelay.errors import DeadlineError, InternalError, RoundelayError, UserCodeError, WorkerLostError
 from roundelay.transport import wire_format as wire
 from roundelay.transport.checked_endpoint import CheckedEndpoint
 from roundelay.transport.endpoint import Arrived, Granted, Lost, Message
@@ -91,13 +91,17 @@ class FramedEndpoint(CheckedEndpoint, Generic[_L]):
         """The failure to receive a message in this process, if any: the loss of the sender follows from it."""
         return self._fault if self._fault is not None and isinstance(error, WorkerLostError) else error
 
-    def _lose(self, link: _L, reason: str) -> None:
+    def _lose(self, link: _L, reason: str, *, unfit: bool = False) -> None:
         """Mark the connection as broken, and report the worker as lost unless its END has come."""
         with link.lock:
             first, link.lost = not link.lost, True
             link.sealed = link.sealed or self._fault is None  # else END can still be sent
         if first and not link.ended and self._ended is None:
-            self.deliver(Lost(link.worker, reason))
+            self.deliver(Lost(link.worker, reason, unfit))
+
+    def _lose_unfit(self, link: _L, fault: InternalError) -> None:
+        """Lose a worker that has sent bytes that are no message."""
+        self._lose(link, f"it sent bytes that are no message ({fault.got})", unfit=True)
 
     def _no_room(self, link: _L, fault: MemoryError) -> None:
         """Lose a worker whose message does not fit into this process's memory."""
@@ -112,8 +116,14 @@ class FramedEndpoint(CheckedEndpoint, Generic[_L]):
     def _handle(
         self, link: _L, head: wire.Head, message: Callable[[], Message], body: Callable[[], memoryview]
     ) -> None:
-        """Handle a frame; `message` and `body` read what its head announces."""
-        if head.kind in (wire.MESSAGE, wire.MESSAGE_APART):
+        """Handle a frame; `message` and `body` read what its head announces.
+
+        Raises:
+            InternalError: it is none that may come here.
+        """
+        if link.ended and head.kind != wire.ACK:
+            raise wire.unexpected(head)
+        if head.kind in wire.MESSAGES:
             arrived = message()
             if not link.lost:
                 self.deliver(Arrived(link.worker, arrived))

@@ -120,7 +120,9 @@ class GlooEndpoint(FramedEndpoint["_Link"]):
                 frames.append(_Posted(group, link.worker, posted.frame))
         except MemoryError as fault:
             self._no_room(link, fault)
-        except (RuntimeError, InternalError) as fault:
+        except InternalError as fault:
+            self._lose_unfit(link, fault)
+        except RuntimeError as fault:
             self._lose(link, _explain(fault))
 
     def _watch(self, link: _Link) -> None:
@@ -250,6 +252,4 @@ def _release(posted: queue.SimpleQueue[list[dist.Work] | None]) -> None:
 
 def _explain(fault: Exception) -> str:
     """The part of gloo's error message that helps a user."""
-    if isinstance(fault, InternalError):
-        return f"it sent bytes that are no message ({fault.got})"
     return "its connection broke: " + str(fault).split("] ", 1)[-1].split(". ", 1)[0]

@@ -4,8 +4,8 @@ Two workers share one stream in both directions, on which the lower number serve
 format in the pieces of :mod:`roundelay.transport.envelope`. Each side shows a certificate of the run's authority, and
 must be the worker that its HELLO names; whatever else connects is refused.
 
-gRPC is imported in the worker's own process: a process that has used it must not fork. An event loop in a thread of its
-own reads and writes all streams; `send` adds to a queue, and wakes the loop only if the stream's writer is idle.
+An event loop in a thread of its own reads and writes all streams; `send` adds to a queue, and wakes the loop only if
+the stream's writer is idle.
 
 A link ends with the handshake of :mod:`roundelay.transport.framed_endpoint`; pings notice a silent one.
 """
@@ -15,134 +15,48 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
-from roundelay import env
 from roundelay.errors import DeadlineError, InternalError, RoundelayError, WorkerLostError
 from roundelay.ir.transports import check_packages
-from roundelay.optional_packages import optional
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import wire_format as wire
-from roundelay.transport.endpoint import MAX_MESSAGE_BYTES, ForkedLinks, Message
+from roundelay.transport.endpoint import MAX_MESSAGE_BYTES, ForkedLinks
 from roundelay.transport.envelope import PIECE_BYTES, Position
-from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, Link, decoded, rendezvous_file
-from roundelay.transport.meeting import FileMeeting, Meeting
+from roundelay.transport.framed_endpoint import ABORT_GRACE_S, FLUSH_S, FramedEndpoint, rendezvous_file
+from roundelay.transport.grpc_link import GrpcLink, head_in, message_in
+from roundelay.transport.grpc_member import HELLO_S, LOOPBACK, Member, load_grpc, name_of
+from roundelay.transport.meeting import FileMeeting
 from roundelay.transport.wire_layout import unreadable
-from roundelay.trust.authority import WORKER, Credentials, new_authority, role_of
-from roundelay.trust.certificates import domain_of
-from roundelay.trust.invitation import Address, address_text
-
-LOOPBACK = "127.0.0.1"
-
-HELLO_S = 5.0
-"""Seconds that whoever connects has to say who it is."""
+from roundelay.trust.authority import WORKER, new_authority, role_of
+from roundelay.trust.invitation import address_text
 
 VALID = timedelta(days=1)
 """How long a run's certificates can open streams; open ones stay."""
 
-SILENT_MS = 3500
-"""Milliseconds that a ping's answer may take: later than the launcher notices that a worker is stopped, and says so.
-
-Without `grpc.http2.ping_timeout_ms` it would be a minute."""
-
-OPTIONS = {
-    "grpc.max_receive_message_length": PIECE_BYTES + envelopes.HEADER_BYTES,
-    "grpc.keepalive_time_ms": 1000,
-    "grpc.keepalive_permit_without_calls": 1,
-    "grpc.http2.max_pings_without_data": 0,
-    "grpc.http2.min_ping_interval_without_data_ms": 500,  # else the server cuts a stream that is idle but pinged
-    "grpc.server_handshake_timeout_ms": 1000 * int(HELLO_S),
-    "grpc.so_reuseport": 0,
-    "grpc.enable_http_proxy": 0,
-}
 MOST_WAITING, MOST_UNREAD = 4096, 4
 """Messages, and greatest messages by their bytes, that may wait for the worker before no more are read."""
+
+READ_BYTES = 256
+"""Memory that a byte of a message's layout takes once it is read; the layout of a tensor has 3 bytes or more."""
 
 PAUSE_S = 0.002
 ROLE, GARBLED = "wrong role", "no message"
 REASONS = (*envelopes.REASONS, ROLE, GARBLED)
 """Why whoever connects, or what a worker sends, was refused."""
 
-NEEDED = ("transport grpc", "roundelay[join]", ", or choose another transport.")
-_QUIET = ("GRPC_VERBOSITY", "NONE")
 _SERVICE, _METHOD = "roundelay", "Link"
 
 
-def name_of(worker: int) -> str:
-    """The name in a worker's certificate, unless another machine has had its place before."""
-    return f"worker-{worker}"
-
-
-class Front(Protocol):
-    """What listens before the endpoints of a machine: :class:`roundelay.peers.gate.Gate`."""
-
-    async def serve(self, name: str, target: int) -> Address:
-        """Pass on to a port of this machine who asks for a server of this name; return where the others do."""
-        ...
-
-    def stay(self, peer: str) -> object:
-        """Let a connection last, known to the server as `peer`, that has proved whose it is."""
-        ...
-
-    def settle(self, peer: str) -> str:
-        """Return the address of a connection that the endpoint refuses itself."""
-        ...
-
-    async def leave(self, name: str) -> None:
-        """Cut those connections, and pass on no more."""
-        ...
-
-
 @final
-@dataclass(frozen=True, slots=True)
-class Member:
-    """How a worker finds the others of its run, and proves who it is.
-
-    Args:
-        credentials: by which this worker, called `name_of` it, and the others prove who they are.
-        meeting: where those that serve write their addresses.
-        generation: of the run; what is of another is refused.
-        service: the endpoint's name among those of this worker that are behind one front; empty: it is the only one.
-        silent_ms: milliseconds that a ping's answer may take.
-        refuse: called in the loop's thread with the peer, an address or a worker's name, and one of :data:`REASONS`.
-        front: what listens before the endpoint; None: nothing does.
-        host: the address at which the endpoint listens if nothing does before it.
-        names: in the certificates of all workers; empty: `name_of` each.
-    """
-
-    credentials: Credentials
-    meeting: Meeting
-    generation: int = 0
-    service: str = ""
-    silent_ms: int = SILENT_MS
-    refuse: Callable[[str, str], None] | None = None
-    front: Front | None = None
-    host: str = LOOPBACK
-    names: tuple[str, ...] = ()
-
-    def name(self, worker: int) -> str:
-        """The name in a worker's certificate."""
-        return self.names[worker] if self.names else name_of(worker)
-
-    def server(self, worker: int) -> str:
-        """The name by which a worker's endpoint is asked for, which its certificate has."""
-        return f"{self.service}.{domain_of(self.name(worker))}" if self.service else self.name(worker)
-
-    def options(self) -> dict[str, int]:
-        """Options of the member's servers and channels."""
-        return OPTIONS | {"grpc.keepalive_timeout_ms": self.silent_ms, "grpc.http2.ping_timeout_ms": self.silent_ms}
-
-
-@final
-class GrpcEndpoint(FramedEndpoint["_Link"]):
+class GrpcEndpoint(FramedEndpoint[GrpcLink]):
     """One process's endpoint. Its constructor returns when all `num_workers` have connected.
 
     Args:
@@ -172,10 +86,10 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         self._member, self._most_pieces = member, -(-(most_bytes + wire.HEAD_BYTES) // PIECE_BYTES)
         self.refused, self._unread = Counter(), 0  # bytes that have come since the worker had taken everything
         self._front = member.front
-        self._links = {other: _Link(other) for other in self._others}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._carrying: list[asyncio.Task[str | None]] = []
         self._loop = asyncio.new_event_loop()
+        self._links = {k: GrpcLink(k, member.generation, self._loop) for k in self._others}
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
         self._connect()
@@ -197,18 +111,14 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
 
     # --- the worker's threads
 
-    def _post(self, link: _Link, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False) -> None:
+    def _post(
+        self, link: GrpcLink, frame: bytearray, apart: Sequence[torch.Tensor] = (), *, last: bool = False
+    ) -> None:
         with link.lock:
             if link.sealed:
                 return
             link.sealed = last
-            self._queue(link, (frame, apart))
-
-    def _queue(self, link: _Link, item: _Item | None) -> None:
-        link.queue.append(item)  # before reading the flag: the writer sets the flag, then looks into the queue
-        if link.idle:
-            link.idle = False
-            self._loop.call_soon_threadsafe(link.wake.set)
+            link.put((frame, apart))
 
     def _leave(self, reason: str, grace_s: float) -> list[int]:
         deadline = time.monotonic() + grace_s
@@ -230,7 +140,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
 
     async def _open(self) -> None:
         """Serve the workers with higher numbers, and call those with lower ones."""
-        grpc = _grpc()
+        grpc = load_grpc()
         if any(other > self.worker for other in self._links):
             await self._listen(grpc)
         await asyncio.gather(*[self._call(grpc, link) for k, link in self._links.items() if k < self.worker])
@@ -261,15 +171,15 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         except (TimeoutError, InternalError) as error:
             peer = context.peer()
             where = _address_of(peer) if self._front is None else self._front.settle(peer)
-            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, self._count(where, error))
+            await context.abort(load_grpc().StatusCode.PERMISSION_DENIED, self._count(where, error))
         if self._front is not None:
             self._front.stay(context.peer())
         await context.write(self._hello())
         link.opened.set()
         if reason := await self._carry(link, context):
-            await context.abort(_grpc().StatusCode.PERMISSION_DENIED, reason)
+            await context.abort(load_grpc().StatusCode.PERMISSION_DENIED, reason)
 
-    def _admit(self, piece: Any, names: Sequence[bytes]) -> _Link:
+    def _admit(self, piece: Any, names: Sequence[bytes]) -> GrpcLink:
         """The link that a HELLO opens, by a worker whose certificate has these names."""
         position, claimed = self._read_hello(piece)
         link = self._links.get(claimed)
@@ -289,7 +199,7 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         head, body = envelopes.unseal(piece if isinstance(piece, bytes) else b"")
         return envelopes.follow(Position(self._member.generation), head), int.from_bytes(body, "little")
 
-    async def _call(self, grpc: Any, link: _Link) -> None:
+    async def _call(self, grpc: Any, link: GrpcLink) -> None:
         """Open the stream to a worker that serves, and leave a task that carries what it sends."""
         own = self._member.credentials
         address = await self._loop.run_in_executor(None, self._member.meeting.get, self._member.name(link.worker))
@@ -313,16 +223,16 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
         link.opened.set()
         self._carrying.append(self._loop.create_task(self._carry(link, call, call)))
 
-    async def _carry(self, link: _Link, stream: Any, call: Any = None) -> str | None:
+    async def _carry(self, link: GrpcLink, stream: Any, call: Any = None) -> str | None:
         """Read and write a stream until its handshake is complete or it breaks; return why it was refused, if so."""
-        writer = self._loop.create_task(self._write(link, stream.write))
+        writer = self._loop.create_task(link.write_queued(stream.write))
         writer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the reader fails, and reports it
         try:
             while not (link.ended and link.acknowledged):
                 while self._is_flooded():
                     await asyncio.sleep(PAUSE_S)
                 self._accept(link, await stream.read())
-            self._queue(link, None)
+            link.put(None)
             await writer
             if call is not None:
                 await call.done_writing()
@@ -332,8 +242,12 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             link.done.set()
             await writer  # END can still be sent
         except InternalError as fault:
-            self._lose(link, f"it sent bytes that are no message ({fault.got})")
-            return self._count(self._member.name(link.worker), fault)
+            self._lose_unfit(link, fault)
+            link.done.set()
+            reason = self._count(self._member.name(link.worker), fault)
+            while not self._inbox.empty():  # cut off sooner, its sender tells of a loss before this worker does
+                await asyncio.sleep(PAUSE_S)
+            return reason
         except asyncio.CancelledError:
             self._lose(link, "its connection broke")
             raise
@@ -352,52 +266,30 @@ class GrpcEndpoint(FramedEndpoint["_Link"]):
             self._unread = 0
         return self._unread > MOST_UNREAD * self._most_pieces * PIECE_BYTES or self._inbox.qsize() > MOST_WAITING
 
-    def _accept(self, link: _Link, piece: Any) -> None:
+    def _accept(self, link: GrpcLink, piece: Any) -> None:
         """Check a piece; handle the message that it completes."""
-        if not isinstance(piece, bytes):
-            raise ConnectionError("the stream ended")
-        head, body = envelopes.unseal(piece)
-        if head.total > self._most_pieces:
-            raise unreadable(envelopes.OVERSIZE)
-        assert link.position is not None
-        link.position = envelopes.follow(link.position, head)
-        link.pieces.append(body)
-        if not link.position.left:
-            received = memoryview(b"".join(link.pieces)) if len(link.pieces) > 1 else body
-            link.pieces.clear()
-            if len(received) < wire.HEAD_BYTES:
-                raise unreadable(envelopes.TRUNCATED)
-            frame = wire.head_of(bytes(received[: wire.HEAD_BYTES]))
-            if frame.kind in (wire.MESSAGE, wire.MESSAGE_APART):
-                self._unread += len(received)
-            self._handle(link, frame, lambda: _message(frame, received), lambda: received[wire.HEAD_BYTES :])
+        received = link.completed(piece, self._most_pieces)
+        if received is not None:
+            head = head_in(received)
+            self._weigh(link, head, len(received))
+            self._handle(link, head, lambda: message_in(head, received), lambda: received[wire.HEAD_BYTES :])
 
-    def _acknowledge(self, link: _Link) -> None:
+    def _weigh(self, link: GrpcLink, frame: wire.Head, num_bytes: int) -> None:
+        """Count what waits for the worker; refuse more credits than a plan has messages in flight."""
+        if frame.kind in wire.MESSAGES:
+            self._unread += num_bytes + READ_BYTES * frame.layout
+        elif frame.kind == wire.GRANT and self._waiting_credits(link) > MOST_WAITING:
+            raise wire.unexpected(frame)
+
+    def _waiting_credits(self, link: GrpcLink) -> int:
+        """How many of a worker's credits wait, counted only if many of all do."""
+        if len(self._credits) <= MOST_WAITING:
+            return 0
+        return [credit.source for credit in list(self._credits)].count(link.worker)
+
+    def _acknowledge(self, link: GrpcLink) -> None:
         self._post(link, wire.end_frame(""), last=True)
-        self._queue(link, (wire.ack_frame(), ()))
-
-    async def _write(self, link: _Link, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write what is queued, until None comes."""
-        while True:
-            while link.queue:
-                item = link.queue.popleft()
-                if item is None:
-                    return
-                await self._write_message(link, write, *item)
-            link.wake.clear()
-            link.idle = True
-            if not link.queue:
-                await link.wake.wait()
-            link.idle = False
-
-    async def _write_message(
-        self, link: _Link, write: Callable[[bytes], Awaitable[None]], frame: bytearray, apart: Sequence[torch.Tensor]
-    ) -> None:
-        pieces = envelopes.cut([memoryview(frame), *map(_bytes_of, apart)])
-        for i, parts in enumerate(pieces):
-            kind = envelopes.MORE if i else envelopes.FIRST if len(pieces) > 1 else envelopes.WHOLE
-            link.written += 1
-            await write(envelopes.seal(kind, self._member.generation, link.written, parts, len(pieces)))
+        link.put((wire.ack_frame(), ()))
 
     def _count(self, peer: str, error: Exception) -> str:
         got = error.got if isinstance(error, InternalError) else envelopes.TRUNCATED
@@ -436,50 +328,9 @@ def forked_over_grpc(
         yield ForkedLinks(connected, lambda: None)
 
 
-_Item = tuple[bytearray, Sequence[torch.Tensor]]
-"""A frame, and the tensors that follow it."""
-
-
-class _Link(Link):
-    """The stream to one other worker."""
-
-    def __init__(self, worker: int) -> None:
-        super().__init__(worker)
-        self.queue: deque[_Item | None] = deque()
-        self.idle = False  # the writer waits to be woken
-        self.wake, self.opened = asyncio.Event(), asyncio.Event()
-        self.written = 0  # number of the last piece
-        self.position: Position | None = None  # what must come next, once HELLO has come
-        self.pieces: list[memoryview] = []  # of a message that is not yet whole
-        self.done = threading.Event()  # the handshake is complete, or the stream broken
-
-
-def _message(head: wire.Head, received: memoryview) -> Message:
-    """Return a message; memory is allocated for what has come, not for what is announced."""
-    at = wire.HEAD_BYTES + head.length
-    body = received[wire.HEAD_BYTES : at]
-    if at > len(received) or wire.apart_bytes(head, body) != len(received) - at:
-        raise unreadable(envelopes.TRUNCATED)
-    message, apart = decoded(head, body)
-    for tensor in apart:
-        _bytes_of(tensor)[:] = received[at : at + tensor.nbytes]
-        at += tensor.nbytes
-    return message
-
-
 def _address_of(peer: str) -> str:
     """Address and port of what gRPC calls ``ipv4:127.0.0.1:40000``."""
     return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _grpc() -> Any:
-    env.set_default(*_QUIET)
-    optional("grpc.aio", *NEEDED)
-    return optional("grpc", *NEEDED)
 
 
 async def _told(call: Any, error: Exception) -> str:

@@ -116,16 +116,16 @@ class ShmEndpoint(CheckedEndpoint):
             try:
                 more = link.reader.read()
             except InternalError as fault:
-                self._lose(link, f"it sent bytes that are no message ({fault.got})")
+                self._lose(link, f"it sent bytes that are no message ({fault.got})", unfit=True)
             else:
                 if not more and link.reader.ended:
                     self._drop(link)
                 elif not more:
                     self._lose(link, self._resources.reasons.read(link.worker) or "its process ended")
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _lose(self, link: _Link, reason: str, *, unfit: bool = False) -> None:
         self._drop(link)
-        self.deliver(Lost(link.worker, reason))
+        self.deliver(Lost(link.worker, reason, unfit))
 
     def _drop(self, link: _Link) -> None:
         """Read `link` no more, and drop what is sent to it."""

@@ -22,7 +22,7 @@ from roundelay.transport import wire_layout as layouts
 from roundelay.transport.endpoint import MAX_HEADER, Message
 from roundelay.transport.wire_layout import Layout, unreadable
 
-FRAME_BYTES = 65_536
+FRAME_BYTES = layouts.MAX_INSIDE_BYTES
 """Most bytes of a frame; a message's tensors travel inside it while they fit."""
 
 MAX_BODY_BYTES = 2**24
@@ -32,6 +32,8 @@ MAX_REASON_BYTES = 2**15
 MESSAGE, MESSAGE_APART, GRANT, END, ACK, MORE = range(1, 7)
 """Kinds of frames. The body of MESSAGE_APART does not fit into the frame and follows it; MORE announces bytes in a ring
 of shared memory."""
+
+MESSAGES = (MESSAGE, MESSAGE_APART)
 
 _HEAD = struct.Struct("<BBHiII")
 HEAD_BYTES = _HEAD.size

@@ -28,9 +28,15 @@ from roundelay.transport.endpoint import (
 
 _NONE, _INT, _FLOAT, _INSIDE, _APART = range(5)
 _NUMBER = {_INT: "q", _FLOAT: "d"}
-_TENSOR = struct.Struct("<BBB")
+_TENSOR = struct.Struct("<BB")
 _CACHED_BYTES = 1024
 """Longer layouts are not cached."""
+
+MAX_INSIDE_BYTES = 65_536
+"""Most bytes of the tensors inside a frame."""
+
+_MAX_SPAN_BYTES = 2**62
+"""Most bytes of a tensor if sizes of 0 are taken as 1: torch multiplies sizes before it comes to one of 0."""
 
 
 @final
@@ -84,8 +90,8 @@ def write(kinds: tuple[Any, ...], room: int) -> bytes:
             nbytes = math.prod(shape) * dtype.itemsize
             fits = nbytes <= room
             room -= nbytes if fits else 0
-            text += _TENSOR.pack(_INSIDE if fits else _APART, DTYPE_NUMBERS[dtype], len(shape))
-            text += struct.pack(f"<{len(shape)}q", *shape)
+            text.append(_INSIDE if fits else _APART)
+            text += struct.pack(f"<BB{len(shape)}q", DTYPE_NUMBERS[dtype], len(shape), *shape)
         else:
             text.append(_INT if kind is int else _FLOAT if kind is float else _NONE)
     return bytes(text)
@@ -101,28 +107,24 @@ def read(text: bytes, header: int) -> Layout:
 
 
 def _read(text: bytes, header: int) -> Layout:
-    """As `read`; sizes that no message has are refused before memory is allocated for them."""
+    """As `read`; what no message has is refused where it stands, before memory is allocated for it or what follows."""
     kinds: list[int] = []
     tensors: list[TensorLayout] = []
-    at = 0
-    try:
-        while at < len(text):
-            kinds.append(text[at])
-            if text[at] in (_INSIDE, _APART):
-                kind, dtype, dimensions = _TENSOR.unpack_from(text, at)
-                shape = struct.unpack_from(f"<{dimensions}q", text, at + _TENSOR.size)
-                tensors.append(_tensor(kind, dtype, shape))
-                at += _TENSOR.size + 8 * dimensions
-            else:
-                at += 1
-    except struct.error:
-        raise unreadable(f"a layout of {len(text)} bytes, too short") from None
-    if len(kinds) > MAX_VALUES or max(kinds, default=0) > _APART:
-        raise unreadable(f"{len(kinds)} values of kinds up to {max(kinds)}")
-    if sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES:
-        raise unreadable(f"shapes {[tensor.shape for tensor in tensors]}, too big together")
+    at = inside_bytes = all_bytes = 0
+    while at < len(text):
+        kind = text[at]
+        if kind > _APART or len(kinds) == MAX_VALUES:
+            raise unreadable(f"value {len(kinds):,} of kind {kind}")
+        kinds.append(kind)
+        at += 1
+        if kind in (_INSIDE, _APART):
+            tensor, at = _tensor_at(text, at, kind)
+            tensors.append(tensor)
+            all_bytes += tensor.nbytes
+            inside_bytes += tensor.nbytes if kind == _INSIDE else 0
+            if all_bytes > MAX_MESSAGE_BYTES or inside_bytes > MAX_INSIDE_BYTES:
+                raise unreadable(f"tensors of {all_bytes:,} bytes, {inside_bytes:,} of them in a frame")
     numbers = struct.Struct("<" + "q" * header + "".join([_NUMBER[kind] for kind in kinds if kind in _NUMBER]))
-    inside_bytes = sum(t.nbytes for t in tensors if t.bytes_at is not None)
     apart = any(tensor.apart for tensor in tensors)
     return Layout(numbers, tuple(tensors), _picker(kinds, len(tensors)), inside_bytes, apart)
 
@@ -140,16 +142,28 @@ def _picker(kinds: list[int], tensors: int) -> Callable[[tuple[Value, ...]], tup
     return operator.itemgetter(slice(start, start + len(indices)))  # a tuple, too
 
 
-def _tensor(kind: int, dtype: int, shape: tuple[int, ...]) -> TensorLayout:
-    if dtype >= len(DTYPES) or len(shape) > MAX_DIMENSIONS:
-        raise unreadable(f"dtype {dtype} with {len(shape)} dimensions")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    strides = tuple([math.prod([max(1, size) for size in shape[d + 1 :]]) for d in range(len(shape))])
+def _tensor_at(text: bytes, at: int, kind: int) -> tuple[TensorLayout, int]:
+    """The tensor whose dtype stands at `at`, and where the next value begins."""
+    try:
+        dtype, dimensions = _TENSOR.unpack_from(text, at)
+        at += _TENSOR.size
+        if dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
+            raise unreadable(f"dtype {dtype} with {dimensions} dimensions")
+        shape = struct.unpack_from(f"<{dimensions}q", text, at)
+    except struct.error:
+        raise unreadable(f"a layout of {len(text)} bytes, too short") from None
+    return _tensor(kind, DTYPES[dtype], shape), at + 8 * dimensions
+
+
+def _tensor(kind: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
+    nbytes = math.prod(shape) * dtype.itemsize
+    spans = [max(1, size) for size in shape]
+    strides = tuple([math.prod(spans[d + 1 :]) for d in range(len(shape))])
     sizes = all(0 <= size <= MAX_MESSAGE_BYTES for size in shape)
-    if not (sizes and nbytes <= MAX_MESSAGE_BYTES and max(strides, default=0) < 2**62):
+    if not (sizes and nbytes <= MAX_MESSAGE_BYTES and math.prod(spans) * dtype.itemsize < _MAX_SPAN_BYTES):
         raise unreadable(f"shape {shape}, where no message has more than {MAX_MESSAGE_BYTES} bytes")
     bytes_at = (ctypes.c_char * nbytes).from_address if nbytes and kind == _INSIDE else None
-    return TensorLayout(shape, strides, DTYPES[dtype], nbytes, bytes_at)
+    return TensorLayout(shape, strides, dtype, nbytes, bytes_at)
 
 
 _read_cached = lru_cache(maxsize=1024)(_read)
