@@ -26,7 +26,9 @@ class NoTexts:
 def machine(rank: int) -> PeerGroup:
     """One of three."""
     nobody: Any = None
-    return PeerGroup(Place(rank, 3, nobody, 0, 0, 0, 0), NoTexts(), Guard(nobody, nobody))
+    return PeerGroup(
+        Place(rank, ("worker-0", "worker-1", "worker-2"), nobody, 0, 0, 0, 0), NoTexts(), Guard(nobody, nobody)
+    )
 
 
 def heard(cause: BaseException | None) -> RoundelayError:

@@ -7,7 +7,7 @@ import pytest
 from roundelay.errors import RoundelayError, UnfitMessageError, WorkerLostError
 from roundelay.launching.failure_tracker import FailureTracker
 from roundelay.runtime.processes.worker_messages import failure
-from roundelay.runtime.worker import Wrap
+from roundelay.runtime.workload import Wrap
 from roundelay.transport import envelope as envelopes
 from roundelay.transport import wire_format as wire
 from roundelay.transport.endpoint import Endpoint
