@@ -29,7 +29,7 @@ from tests.wan.bed import ROOT, Bed, Unusable
 
 CORES = (0.8, 0.2, 0.4)
 MBIT_PER_S, RTT_MS = 1000, 1
-STEPS, WANTED = 160, 0.85
+STEPS, WANTED = 80, 0.85
 ALONE_S = 10.0
 JOB = Path(blocks.__file__)
 WAYS = {"by speed": "measured", "equal": "linear_9,linear_19"}

@@ -12,7 +12,7 @@ import torch
 
 from roundelay.cores import core_quota
 
-REPEATS = 5
+REPEATS = 15
 _SIZE = 384
 
 
