@@ -5,8 +5,8 @@ second over our grpc, which checks every piece and encrypts, and over torch's ba
 posted ahead, in alternating rounds; our own gloo beside, in one. The limit is what the stages compute, or the line of
 the middle stage carries: in each direction a message forward and one back.
 
-Every round begins with half a minute that does not count. A packet that is lost while connections open leaves TCP with a
-small window, and reno, the one control of congestion that some kernels allow in a namespace, then takes that long to
+Every round begins with half a minute that does not count. A packet that is lost while connections open leaves TCP with
+a small window, and reno, the one control of congestion that some kernels allow in a namespace, then takes that long to
 fill a line of 40 ms.
 
     .venv/bin/python -m benchmarks.peers.messages [--repeats 5] [--short] [--anyway] [--out FILE]

@@ -73,14 +73,18 @@ def told(name: str) -> str:
     return re.search(r"\[default: ([^;\]]+)", option.help)[1]  # type: ignore[index]
 
 
-def test_a_run_that_is_continued_keeps_its_rule(tmp_path: Path) -> None:
+def test_a_run_that_is_continued_keeps_its_rule_and_is_planned_for_other_machines(tmp_path: Path) -> None:
     with nothing_left_behind():
         first = hosting(tmp_path, MLP, "--out", "first", "--steps", 4, "--rule", "1f1b", peers=2)
         assert [said.code for said in first.ended([first.join(0)])] == [0, 0]
         again = hosting(tmp_path, MLP, "--out", "again", "--from", "first", "--steps", 8, peers=2)
         assert [said.code for said in again.ended([again.join(0)])] == [0, 0], again.log.read_text()
-    plans = [Plan.parse((tmp_path / name / "plan.toml").read_text()) for name in ("first", "again")]
-    assert [plan.rule for plan in plans] == ["1f1b", "1f1b"]
+        more = hosting(tmp_path, MLP, "--out", "more", "--from", "again", "--steps", 4)
+        assert [said.code for said in more.ended([more.join(0), more.join(1)])] == [0, 0, 0], more.log.read_text()
+    first, second, third = (Plan.parse((tmp_path / k / "plan.toml").read_text()) for k in ("first", "again", "more"))
+    assert second == first
+    assert (third.rule, third.micro_batches, third.num_workers) == ("1f1b", first.micro_batches, 3)
+    assert all(edge.bytes_per_s > 0 for edge in third.edges), "planned for the machines that are here now"
 
 
 def run_of(invitation: str) -> str:

@@ -18,7 +18,7 @@ from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.gathering import REASONS, Gathering, Waiting
 from roundelay.cli.host_options import RULE, HostOptions, address_of, advertised_of
 from roundelay.cli.options import RunOptions
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_files, plan_job
+from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_files, plan_job, plan_of
 from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
 from roundelay.cores import all_threads, usable_cores
@@ -37,6 +37,7 @@ from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.members import HOST_NAME, Members
 from roundelay.peers.messages import Versions
 from roundelay.peers.refusals import RefusalLog
+from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.price import priced
@@ -88,8 +89,8 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         check_vacant(run.out)
     job = load_job(job_file, run.seed)
     run = run.resolved(paths)
-    kept = run.resume is not None and plan_files(run.resume)
-    asked = replace(choices, workers=options.peers, transport="grpc", rule=choices.rule or (None if kept else RULE))
+    rule = choices.rule or (RULE if run.resume is None or not plan_files(run.resume) else None)
+    asked = replace(choices, workers=options.peers, transport="grpc", rule=rule)
     planned = plan_job(job, asked, run.seed, PlanSource(resume=run.resume), quiet=as_json)
     if planned.plan.num_workers != options.peers:
         raise UsageError(
@@ -98,7 +99,10 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
             expected=f"{planned.plan.num_workers}: the model cannot be cut into more stages",
             remedy="Invite fewer machines, or bring a larger model.",
         )
-    facts = _facts(planned, run.seed) if run.resume is None else None
+    resumed = None if run.resume is None else plan_of(run.resume, planned.plan.model)
+    kept = resumed is not None and resumed == replace(planned.plan, deadline_s=resumed.deadline_s)
+    facts = None if kept else _facts(planned, run.seed)
+    asked = asked if resumed is None else asked.over(inherited(resumed, asked))
     prepared = prepare(planned, run, paths.of(RUNS), None, quiet=as_json)
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)

@@ -104,7 +104,7 @@ def plan_job(
     if process_group is not None and not process_group.leads:
         return PlannedJob(job, captured, Plan.parse(process_group.fetch("plan")))
     model = captured.graph.fingerprint
-    resumed = None if source.resume is None or source.plan_file is not None else _plan_of(source.resume, model)
+    resumed = None if source.resume is None or source.plan_file is not None else plan_of(source.resume, model)
     if process_group is not None:
         written = source.written()
         if written is None or written.layout == PIPELINE:
@@ -205,7 +205,7 @@ def _existing_plan(model: str, choices: Choices, source: PlanSource, resumed: Pl
     return replace(plan, deadline_s=choices.deadline_s)
 
 
-def _plan_of(resume: Path, model: str) -> Plan | None:
+def plan_of(resume: Path, model: str) -> Plan | None:
     """The plan of the run that is continued, if it is for this model."""
     return next((plan for plan in map(read_plan, plan_files(resume)) if plan.model == model), None)
 
