@@ -201,6 +201,7 @@ def test_a_member_whose_seat_is_withdrawn_is_heard_no_more_and_learns_why() -> N
                     call()
             assert at.one.take("verdict", 100, 5.0) == b"why"
             assert at.refused == ["seat revoked"] * 2
+            assert [visit.stays for visit in at.members._gate.listener._tasks.values()] == [False]
             at.two.put("ready worker-2", "")
 
     in_child(body)

@@ -89,7 +89,7 @@ class Members:
         left: Callable[[str], None] = lambda member: None,
     ) -> None:
         self._left, self._gone, self._withdrawn = left, set[str](), set[str]()
-        self._telling: list[asyncio.Future[None]] = []
+        self._telling: set[asyncio.Future[None]] = set()
         self._gate, self._loop, self._refuse, self._grpc = gate, gate.loop, refuse, import_grpc()
         self._texts: dict[str, str] = {HERE: ""}
         self._files: dict[tuple[str, str], bytes] = {}  # by the member's name and the file's
@@ -179,13 +179,16 @@ class Members:
         if role_of(names) != WORKER:
             await self._abort(context, ROLE)
         member = next((name.decode() for name in names if not name.startswith(ROLE_PREFIX.encode())), "")
-        self._gate.listener.stay(context.peer(), partial(self._ended, member))
+        if member not in self._withdrawn:  # else a new connection lasts no longer than a stranger's
+            self._gate.listener.stay(context.peer(), partial(self._ended, member))
         return member
 
     def _ended(self, member: str) -> None:
         self._gone.add(member)
         self._left(member)
-        self._telling.append(asyncio.ensure_future(self._tell()))
+        telling = asyncio.ensure_future(self._tell())
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
 
     async def _tell(self) -> None:
         async with self._changed:
