@@ -49,6 +49,14 @@ def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path)
     assert RunFolder.create(tmp_path, "second").path == tmp_path / "second"  # still empty
 
 
+def test_what_a_host_that_nobody_joined_has_refused_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "refused.jsonl").write_text("{}\n")
+    folder = RunFolder.create(tmp_path, "first")
+    folder.discard()
+    assert (tmp_path / "first" / "refused.jsonl").read_text() == "{}\n"
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/a", "latest", ".hidden", "a\0b", "-x", "a\n"])
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="run name"):

@@ -10,7 +10,7 @@ import pytest
 from roundelay.errors import RunError, UsageError
 from roundelay.observe.action_trace import TraceHead
 from roundelay.session.events import Restarted, Traced
-from roundelay.session.trace_files import TraceFiles, folder_of, read_traces
+from roundelay.session.trace_files import TraceFiles, folder_of, folder_with, read_traces
 
 HEAD = TraceHead(stage=0, stages=2, plan="0" * 16, model="m", seed=3, arithmetic="f" * 16, first=(0, 0))
 DIGEST = "a" * 16
@@ -77,3 +77,10 @@ def test_a_trace_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("in the way")
     with pytest.raises(RunError, match=r"trace .*stage-0\.txt"):
         write(TraceFiles(tmp_path), HEAD, ("FB", {}))
+
+
+def test_a_run_that_has_continued_another_asks_for_where_it_began(tmp_path: Path) -> None:
+    (tmp_path / "trace-from-10").mkdir()
+    with pytest.raises(UsageError, match=r"trace-from-10.*Add --from CHECKPOINT"):
+        folder_with(tmp_path, None)
+    assert folder_with(tmp_path / "elsewhere", None) == tmp_path / "elsewhere" / "trace"

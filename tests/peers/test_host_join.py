@@ -176,12 +176,15 @@ def test_the_place_of_a_machine_that_leaves_is_offered_anew(tmp_path: Path) -> N
     assert reasons == ["seat revoked"]
 
 
-def test_nobody_comes_and_the_host_ends(tmp_path: Path) -> None:
+def test_not_all_come_and_the_host_ends_and_tells_who_waits(tmp_path: Path) -> None:
     with nothing_left_behind():
-        run = hosting(tmp_path, MLP, "--out", "shared", "--wait-s", 2, peers=2)
-        (host,) = run.ended([])
-    one_screen(host, "0 of 1 within 2 s", "--wait-s")
-    assert not (tmp_path / "shared" / "metrics.jsonl").exists()
+        run = hosting(tmp_path, MLP, "--out", "shared", "--wait-s", 12)
+        host, waiting = run.ended([run.join(0)])
+    one_screen(host, "1 of 2 within 12 s, without worker-2", "--wait-s")
+    assert host.code == 1
+    one_screen(waiting, "it has ended before the run began")
+    assert waiting.code == 1
+    assert not (tmp_path / "shared").exists()
 
 
 @pytest.mark.skipif(

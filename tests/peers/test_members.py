@@ -207,6 +207,20 @@ def test_a_member_whose_seat_is_withdrawn_is_heard_no_more_and_learns_why() -> N
     in_child(body)
 
 
+def test_who_loses_its_seat_while_it_waits_for_a_text_does_not_get_it() -> None:
+    def body() -> None:
+        with serving() as at, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(at.one.get, "plan", 30.0)
+            time.sleep(SOON_S)
+            at.members.withdraw("worker-1")
+            at.members.put("plan", "text")
+            with pytest.raises(UsageError, match="seat revoked"):
+                waiting.result(5.0)
+            assert at.two.get("plan", 5.0) == "text"
+
+    in_child(body)
+
+
 def test_a_member_that_says_nothing_is_named() -> None:
     def body() -> None:
         with serving() as at, pytest.raises(WorkerLostError, match=r"worker-2: got no offer within 0\.2 s"):

@@ -39,6 +39,13 @@ def test_a_machine_offers_the_threads_that_it_has(monkeypatch: pytest.MonkeyPatc
     assert own_offer(10).threads == 7
 
 
+@pytest.mark.parametrize("host", ["a" * 70 + ".example", "x\x1b]0;PWNED\x07", "0.0.0.0", "a\0b"])
+def test_an_address_that_is_none_is_no_offer(host: str) -> None:
+    with pytest.raises(UsageError, match="as its address") as caught:
+        Offer.parse(own_offer(10, address=(host, 7700)).text(), "worker-1")
+    assert "\x1b" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"arithmetic": "x"}'])
 def test_what_is_no_offer_is_told_by_the_machine_s_name(text: str) -> None:
     with pytest.raises(UsageError, match="offer of worker-1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from roundelay.peers import reach
 from roundelay.trust.invitation import Invitation
 from tests.cli.harness import MLP, finish, one_screen
 from tests.cli.harness import here as typed
@@ -79,6 +81,10 @@ def test_the_last_machine_need_not_be_reached(tmp_path: Path) -> None:
         run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, peers=2)
         host, last = run.ended([run.join(0, "--advertise", f"127.0.0.1:{free_port('127.0.0.1')}")])
     assert (host.code, last.code) == (0, 0), host.err
+
+
+def test_a_name_that_no_resolver_takes_is_told_like_any_other() -> None:
+    assert asyncio.run(reach._diagnosed(("a..b", 7700)))
 
 
 @pytest.mark.parametrize("wrong", ["not a host!", "0.0.0.0", "pc.example.org:x", "pc.example.org:99999"])

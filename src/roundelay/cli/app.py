@@ -376,7 +376,7 @@ def _interrupted() -> int:
     SIGNALS.leave_to(signal.SIG_IGN)  # a launcher that receives Ctrl-C, too, now sends SIGTERM
     if env.leads():
         stderr.show_cursor()
-        stderr.print("Interrupted. Every worker has been ended; a checkpoint, if there was one, is complete.")
+        stderr.print("Interrupted. All that was started has ended; a checkpoint, if there was one, is complete.")
     SIGNALS.leave_to(signal.SIG_DFL)  # so that a hanging exit can be interrupted
     return 128 + SIGNALS.cause
 

@@ -15,12 +15,13 @@ from typing import final
 from roundelay.cli.screen import stderr
 from roundelay.errors import DeadlineError, UsageError
 from roundelay.ir.num_bytes import bytes_text
+from roundelay.launching.last_words import one_line
 from roundelay.membership.roster import Seat, State, moved, name_after
 from roundelay.peers.door import Door
 from roundelay.peers.gate import Gate
 from roundelay.peers.members import Members
 from roundelay.peers.reach import unreached
-from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, Offer, refusal
+from roundelay.session.offer import ENDED, OFFER, PROBE, PROBE_BYTES, VERDICT, Offer, refusal
 from roundelay.transport.grpc_member import name_of
 from roundelay.trust.authority import Authority, Credentials
 from roundelay.trust.invitation import address_text
@@ -28,10 +29,14 @@ from roundelay.trust.invitation import address_text
 OFFER_S = 180.0
 """Seconds in which a machine that has joined must have measured itself."""
 
-REASONS = ARITHMETIC, UNREACHED, SILENT = "another arithmetic", "not reached by others", "no offer"
+ARITHMETIC, UNREACHED, NO_OFFER = REASONS = "another arithmetic", "not reached by others", "no offer"
 """Why a machine that has joined does not take part, in the file of refusals."""
 
 LEFT = "it has left"
+TELL_S = 0.5
+"""Seconds in which those that wait may hear that the host ends."""
+
+_PROBED = bytes(PROBE_BYTES)
 _TICK_S = 0.2
 
 
@@ -69,12 +74,14 @@ class _Place:
     Args:
         name: of the machine that is invited to it.
         seat: the number of its seat.
-        since: when the machine has joined, by the monotonic clock; None: it has not.
+        until: by the monotonic clock, when its invitation expires.
+        since: when the machine has joined, by this clock; None: it has not.
         offer: its offer, once it has been judged.
     """
 
     name: str
     seat: int
+    until: float
     since: float | None = None
     offer: Offer | None = None
 
@@ -87,14 +94,13 @@ class Gathering:
         waiting: the run.
         workers: how many it will have.
         own: offer of this machine.
-        wait_s: seconds in which all must come, from the last invitation.
+        wait_s: seconds for which an invitation is good.
         outside: whether machines elsewhere can come.
     """
 
     def __init__(self, waiting: Waiting, workers: int, own: Offer, wait_s: float, *, outside: bool) -> None:
         self._waiting, self._workers, self._own, self._wait_s, self._outside = waiting, workers, own, wait_s, outside
         self._places: dict[int, _Place] = {}
-        self._until = 0.0
         for worker in range(1, workers):
             self._invite(worker, name_of(worker), "")
 
@@ -102,47 +108,55 @@ class Gathering:
         """Return names and offers of all machines, this one first, when all have come.
 
         Raises:
-            DeadlineError: not all come in time.
+            DeadlineError: one does not come in time.
             UsageError: too many machines did not fit into one place.
         """
-        while not all(place.offer for place in self._places.values()):
-            if time.monotonic() > self._until:
-                raise self._late()
-            self._hear()
-            for worker, place in self._places.items():
-                if place.since is not None and place.offer is None:
-                    self._judge(worker, place, place.since)
+        try:
+            while not self.complete():
+                self._hear_who_comes()
+                for worker, place in [*self._places.items()]:
+                    if place.since is not None and place.offer is None:
+                        self._judge(worker, place, place.since)
+                    elif place.since is None and time.monotonic() > place.until:
+                        raise self._late()
+        except BaseException:
+            self._tell_that_it_ends()
+            raise
         for place in self._places.values():
             self._waiting.texts.leave(place.name, VERDICT, b"")
         names = [name_of(0), *[place.name for place in self._places.values()]]
         return names, [self._own, *[place.offer for place in self._places.values() if place.offer]]
 
-    def _hear(self) -> None:
-        """Note who has come, and who has left."""
-        with suppress(Empty):
-            seat = self._waiting.came.get(timeout=_TICK_S)
-            for worker, place in self._places.items():
-                if place.seat == seat.number and place.since is None:
-                    self._places[worker] = replace(place, since=time.monotonic())
-                    here = 1 + sum(place.since is not None for place in self._places.values())
-                    self._say(f"{place.name} has joined: {here} of {self._workers} machines are here.")
-        with suppress(Empty):
-            name = self._waiting.left.get_nowait()
-            for worker, place in self._places.items():
+    def complete(self) -> bool:
+        """Whether all are here still; the place of one that has left is offered to another."""
+        while not self._waiting.left.empty():
+            name = self._waiting.left.get()
+            for worker, place in [*self._places.items()]:
                 if place.name == name:
                     self._replace(worker, place, LEFT)
+        return all(place.offer for place in self._places.values())
+
+    def _hear_who_comes(self) -> None:
+        with suppress(Empty):
+            seat = self._waiting.came.get(timeout=_TICK_S)
+            for worker, place in [*self._places.items()]:
+                if place.seat == seat.number and place.since is None:
+                    self._places[worker] = replace(place, since=time.monotonic())
+                    here = 1 + sum(one.since is not None for one in self._places.values())
+                    self._say(f"{place.name} has joined: {here} of {self._workers} machines are here.")
 
     def _judge(self, worker: int, place: _Place, since: float) -> None:
         """Look whether a machine has made its offer, and whether it fits."""
         text = self._waiting.texts.find(f"{OFFER} {place.name}")
         if text is None:
             if time.monotonic() - since > OFFER_S:
-                self._refuse(worker, place, SILENT, f"it has not measured itself within {OFFER_S:g} s")
+                self._refuse(worker, place, NO_OFFER, f"it has not measured itself within {OFFER_S:g} s")
             return
         try:
             offer = Offer.parse(text, place.name)
         except UsageError as error:
-            return self._refuse(worker, place, SILENT, f"{error.subject}: {error.got}")
+            return self._refuse(worker, place, NO_OFFER, f"{error.subject}: {error.got}")
+        self._waiting.texts.drop(place.name, PROBE)
         rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
         speed = f"{self._own.probe_s / offer.probe_s:.2f} times as fast as this machine"
         self._say(f"{place.name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.")
@@ -182,25 +196,33 @@ class Gathering:
                 expected="machines that compute the same bits, that others reach, and that stay",
                 remedy="Host the run again, and invite others.",
             )
-        self._say(f"{place.name} does not take part: {why}.")
-        self._invite(worker, name, ", that machine again or another")
+        self._say(f"{place.name} does not take part: {one_line(why)}.")
+        self._invite(worker, name, " in its place, that machine again or another")
 
     def _invite(self, worker: int, name: str, who: str) -> None:
-        texts, door = self._waiting.texts, self._waiting.door
-        self._until = time.monotonic() + self._wait_s
-        texts.leave(name, PROBE, bytes(PROBE_BYTES))
-        invitation = door.invite(name, int(time.time() + self._wait_s) + 1)
-        self._places[worker] = _Place(name, invitation.seat)
+        expiry = time.time() + self._wait_s
+        self._waiting.texts.leave(name, PROBE, _PROBED)
+        invitation = self._waiting.door.invite(name, int(expiry) + 1)
+        self._places[worker] = _Place(name, invitation.seat, time.monotonic() + self._wait_s)
         listens = " --listen ADDRESS:PORT" if self._outside and worker < self._workers - 1 else ""
         where = ", with an address and a port of that machine" if listens else ""
-        self._say(f"For machine {worker + 1}{who}, once, within the time of --wait-s{where}:")
+        until = time.strftime("%H:%M", time.localtime(expiry))
+        self._say(f"For {name}{who}, good once, until {until}{where}:")
         stderr.print(f"  roundelay join {invitation.text()}{listens}", markup=False, soft_wrap=True)
 
+    def _tell_that_it_ends(self) -> None:
+        """Tell those who wait; they have a moment to hear it."""
+        waiting = [place for place in self._places.values() if place.since is not None]
+        for place in waiting:
+            self._waiting.texts.leave(place.name, VERDICT, ENDED.encode())
+        time.sleep(TELL_S if waiting else 0.0)
+
     def _late(self) -> DeadlineError:
-        here = sum(place.offer is not None for place in self._places.values())
+        here = [place.name for place in self._places.values() if place.since is not None]
+        missing = [place.name for place in self._places.values() if place.since is None]
         return DeadlineError(
             "machines that were invited",
-            got=f"{here} of {len(self._places)} within {self._wait_s:g} s",
+            got=f"{len(here)} of {len(self._places)} within {self._wait_s:g} s, without {', '.join(missing)}",
             expected="all of them",
             remedy="Type the `roundelay join` lines on the other machines; --wait-s gives more time.",
         )

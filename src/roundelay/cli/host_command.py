@@ -24,12 +24,12 @@ from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, tra
 from roundelay.cores import all_threads, usable_cores
 from roundelay.errors import PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
-from roundelay.ir.plan import StagePlan
+from roundelay.ir.plan import Plan
 from roundelay.launching.last_words import one_line
 from roundelay.launching.peer_group import Guard, PeerGroup
 from roundelay.launching.stop_watchdog import start_watchdog
 from roundelay.membership.roster import Roster, Seat
-from roundelay.observe.run_folder import check_vacant
+from roundelay.observe.run_folder import REFUSED, check_vacant
 from roundelay.peers import members, refusals
 from roundelay.peers.door import Door, Terms
 from roundelay.peers.gate import Gate
@@ -61,7 +61,6 @@ from roundelay.trust.authority import HOST, new_authority
 from roundelay.trust.invitation import new_run
 
 GENERATION = 0
-REFUSED = "refused.jsonl"
 VALID = timedelta(days=30)
 SEES = (
     "Whoever joins is sent a part of the weights and what flows through it; the last machine also what the loss reads. "
@@ -107,9 +106,14 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
         waiting = _open(prepared, options, stack)
-        names, offers = _gathered(waiting, options)
-        if facts is not None:
-            prepared = _replanned(prepared, facts, asked, offers, run)
+        gathering = _gathering(waiting, options)
+        while True:
+            names, offers = gathering.gathered()
+            planned_for = prepared if facts is None else _replanned(prepared, facts, asked, offers, run)
+            if gathering.complete():
+                break
+        prepared = planned_for
+        _say_planned(prepared.session.plan, names)
         group = _assigned(prepared, waiting, names)
         with _telling_loss(group):
             summary = train_prepared(prepared, run, paths.of(RUNS), group, quiet=as_json)
@@ -159,12 +163,12 @@ def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> Waiting
     return Waiting(authority, own, gate, texts, door, came, left, log.refuse)
 
 
-def _gathered(waiting: Waiting, options: HostOptions) -> tuple[list[str], list[Offer]]:
-    """Names and offers of all machines."""
+def _gathering(waiting: Waiting, options: HostOptions) -> Gathering:
+    """Invite the other machines."""
     stderr.print(SEES, markup=False)
     own = own_offer(int(SHARE * psutil.virtual_memory().available))
     outside = not ipaddress.ip_address(waiting.gate.listener.address[0]).is_loopback
-    return Gathering(waiting, options.peers, own, options.wait_s, outside=outside).gathered()
+    return Gathering(waiting, options.peers, own, options.wait_s, outside=outside)
 
 
 def _replanned(
@@ -182,12 +186,15 @@ def _replanned(
     check_memory(Examined(planned.job, planned.captured, run.seed, ignore_wait), plan, asked.memory_limit)
     better = replace(planned, plan=plan)
     session = better.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
-    stderr.print(f"Planned for these machines: {'; '.join(map(_stage_text, plan.stages))}.", markup=False)
     return replace(prepared, planned=better, session=session)
 
 
-def _stage_text(stage: StagePlan) -> str:
-    return f"{stage.workers[0]} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
+def _say_planned(plan: Plan, names: Sequence[str]) -> None:
+    texts = [
+        f"{name} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
+        for name, stage in zip(names, plan.stages, strict=True)
+    ]
+    stderr.print(f"Planned for these machines: {'; '.join(texts)}.", markup=False)
 
 
 def _assigned(prepared: Prepared, waiting: Waiting, names: Sequence[str]) -> PeerGroup:

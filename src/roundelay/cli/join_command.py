@@ -16,7 +16,7 @@ from roundelay import __version__
 from roundelay.cli.host_options import address_of, advertised_of
 from roundelay.cli.memory_bound import bounded_memory
 from roundelay.cli.screen import stderr
-from roundelay.errors import RoundelayError, UsageError
+from roundelay.errors import RoundelayError, UsageError, WorkerLostError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.launched_worker import run_follower
 from roundelay.launching.peer_group import Guard, PeerGroup
@@ -33,7 +33,7 @@ from roundelay.runtime.processes.worker_messages import Report
 from roundelay.runtime.workload import unchanged
 from roundelay.session.assignment import ASSIGNMENT, MOST_BYTES, READY, STATE, place_of, read_assignment, task_of
 from roundelay.session.launched_states import fetched_use
-from roundelay.session.offer import OFFER, PROBE, PROBE_BYTES, VERDICT, own_offer
+from roundelay.session.offer import ENDED, OFFER, PROBE, PROBE_BYTES, VERDICT, own_offer
 from roundelay.trust.invitation import Invitation
 
 KNOCK_S = 60.0
@@ -143,6 +143,13 @@ def _offer(store: MemberStore, joined: Joined, memory: int, gate: Gate) -> None:
     stderr.print(f"Measured: {rate}; waiting for the others.", markup=False)
     why = store.take(VERDICT, MOST_WORDS, ASSIGN_S).decode(errors="replace")
     reach.close()
+    if why == ENDED:
+        raise WorkerLostError(
+            "host",
+            got=why,
+            expected="a host that waits until all machines are here",
+            remedy="Ask for a new invitation when it hosts again.",
+        )
     if why:
         raise UsageError(
             "this machine in the run",

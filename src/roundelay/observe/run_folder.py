@@ -20,6 +20,9 @@ LATEST = "latest"
 
 _NAME = re.compile(r"\w[\w.+=, -]*")
 _PROBE = ".probe"
+REFUSED = "refused.jsonl"
+"""Name of the file of what was refused while a run was hosted."""
+
 
 _NOT_A_RUN = (
     "Name a folder that `roundelay train` has written; a comparison has curves.html, and its runs are in runs/."
@@ -212,12 +215,12 @@ def _remove(folders: tuple[Path, ...]) -> None:
 
 
 def check_vacant(path: Path) -> None:
-    """Refuse a folder for a new run that is not empty.
+    """Refuse a folder for a new run that is not empty; what a host that nobody joined has refused may be in it.
 
     Raises:
         UsageError: it is not.
     """
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(entry.name != REFUSED for entry in path.iterdir()):
         raise _refused(f"run folder {path}", "a folder that is not empty", "a new folder, or an empty one")
 
 

@@ -175,7 +175,7 @@ REMEDIES = {
     roster.USED: "Ask for a new invitation: each is good for one machine, once.",
     roster.EXPIRED: "Ask for a new invitation.",
     roster.FULL: "Ask the host for another run: all of its seats are taken.",
-    roster.WITHDRAWN: "Ask the host why.",
+    roster.WITHDRAWN: "Ask for the new invitation: the host has printed one as this one's machine left or did not fit.",
     roster.LOCKED: f"Wait {roster.WINDOW_S:g} s: too many wrong invitations came from this network.",
 }
 """What to do about a refusal."""

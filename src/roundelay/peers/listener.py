@@ -55,6 +55,7 @@ class Visit:
         refused: why the connection was cut by the listener; empty if it was not.
         stays: whether it may last.
         ended: called when it has ended, if it stays.
+        over: whether it has ended.
         until: ends it where it may not.
     """
 
@@ -66,6 +67,7 @@ class Visit:
     refused: str = ""
     stays: bool = False
     ended: Callable[[], None] = lambda: None
+    over: bool = False
     until: asyncio.Timeout | None = None
 
     @property
@@ -170,6 +172,8 @@ class Listener:
         """
         visit = self.visit_of(peer)
         visit.settled, visit.ended = True, ended
+        if visit.over:
+            return ended()
         if not visit.stays:
             visit.stays = True
             if visit.until is not None:
@@ -193,6 +197,7 @@ class Listener:
         if not visit.stays:
             self._networks -= Counter({network_of(visit.address): 1})
         self._tasks.pop(task, None)
+        visit.over = True
         visit.ended()
 
     async def _attend(self, visit: Visit, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

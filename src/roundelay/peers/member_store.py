@@ -168,6 +168,8 @@ class MemberStore:
             return UsageError(f"{what} of {self._name}", got=error.details(), expected="to be let in", remedy=remedy)
         if error.code() is code.DEADLINE_EXCEEDED:
             return self._gone(f"no {what} within {deadline_s:g} s")
+        if error.code() is code.UNAVAILABLE:
+            return self._gone("no answer: it has ended, or the connection to it broke")
         return self._gone(str(error.details() or error.code().name))
 
     def _gone(self, got: str) -> WorkerLostError:

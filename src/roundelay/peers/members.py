@@ -221,9 +221,12 @@ class Members:
 
     async def asked(self, received: bytes, context: Any) -> bytes:
         """Answer Get."""
-        await self._speaker(context)
+        member = await self._speaker(context)
         name, _ = await self._read(received, context)
-        return (await self._get(name) or "").encode()
+        text = await self._get(name) or ""
+        if member in self._withdrawn:  # meanwhile
+            await self._abort(context, WITHDRAWN)
+        return text.encode()
 
     async def taken(self, received: bytes, context: Any) -> AsyncIterator[bytes]:
         """Answer Take: the number of bytes, then the bytes."""

@@ -90,8 +90,9 @@ async def _diagnosed(address: Address) -> str:
         _, writer = await asyncio.wait_for(asyncio.open_connection(*address), REACH_S)
     except TimeoutError:
         return "no answer: a firewall or a router on the way drops what is sent there"
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+    except (OSError, ValueError) as error:  # a name that no resolver takes is a ValueError
+        number = getattr(error, "errno", None)
+        return os.strerror(number) if isinstance(number, int) and number > 0 else str(error)
     writer.close()
     return "somebody else answers there"
 

@@ -16,9 +16,13 @@ from roundelay.errors import UsageError
 from roundelay.observe.arithmetic import arithmetic
 from roundelay.observe.machine_probe import probe_s
 from roundelay.planner.cluster import Cluster, ClusterLink, ClusterLinks, ClusterWorker
+from roundelay.trust.invitation import is_host
 
 OFFER, VERDICT = "offer", "verdict"
 """Names of what a machine says of itself, and of what the host answers: nothing, or why it is refused."""
+
+ENDED = "it has ended before the run began"
+"""Verdict of a host that ends while it waits."""
 
 PROBE, PROBE_BYTES = "probe", 6 * 2**20
 """Name and size of what is sent to a machine to measure its link."""
@@ -63,12 +67,17 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             UsageError: it is none.
         """
         try:
-            return msgspec.json.decode(text, type=Offer)
+            offer = msgspec.json.decode(text, type=Offer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            remedy = "Check that it runs the same version of Roundelay."
-            raise UsageError(
-                f"offer of {name}", got=str(error), expected="what it says of itself", remedy=remedy
-            ) from error
+            raise _no_offer(name, str(error)) from error
+        if offer.address[0] and not is_host(offer.address[0]):
+            raise _no_offer(name, f"{offer.address[0]!r} as its address")
+        return offer
+
+
+def _no_offer(name: str, got: str) -> UsageError:
+    remedy = "Check that it runs the same version of Roundelay."
+    return UsageError(f"offer of {name}", got=got, expected="what it says of itself", remedy=remedy)
 
 
 def own_offer(
@@ -90,8 +99,8 @@ def refusal(own: Offer, other: Offer) -> str:
     """Why the host refuses a machine; empty if it does not."""
     if own.arithmetic != other.arithmetic:
         return (
-            f"another arithmetic ({other.arithmetic}, the host has {own.arithmetic}): the last bits would differ; give "
-            "--arithmetic avx2 on all machines"
+            f"another arithmetic ({other.arithmetic}, the host has {own.arithmetic}): the last bits would differ; "
+            "start the host anew, and join, with --arithmetic avx2 on all machines"
         )
     return ""
 

@@ -58,8 +58,17 @@ def folder_with(run: Path, checkpoint: Path | None) -> Path:
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        UsageError: the run has continued another one, and no checkpoint is given.
     """
     if checkpoint is None:
+        later = [one.name for one in run.glob(f"{TRACE}-from-*")]
+        if later and not folder_of(run, 0).is_dir():
+            raise UsageError(
+                f"run {run}",
+                got=f"a run that has continued another one ({', '.join(sorted(later))})",
+                expected="where it began",
+                remedy="Add --from CHECKPOINT, or the run folder that it has continued.",
+            )
         return folder_of(run, 0)
     own = folder_of(run, load(inside_run(checkpoint)).position.updates)
     return own if own.is_dir() else folder_of(run, 0)
