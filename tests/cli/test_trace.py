@@ -188,7 +188,7 @@ def test_a_run_that_was_continued_is_replayed_from_its_checkpoint(capsys: Captur
     found = here(capsys, "verify", MLP, "--trace", "R", "--from", checkpoint, "--json")
     assert (found.code, found.json["equal"], found.json["ended"]) == (0, True, True)
     assert found.json["letters"] == 2 * STAGES * 9
-    refused(capsys, MLP, "--trace", "R", words=("trace R/trace/stage-0.txt",))
+    refused(capsys, MLP, "--trace", "R", words=("run R", "trace-from-60", "Add --from CHECKPOINT"))
 
 
 # --- broken
