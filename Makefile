@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 BEGUN := .venv/.begun
 DONE := .venv/.done
 
-.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules free-runs search-table programs operators standin first-look models options bench growth faults resumes same-bits browser wan clean
+.PHONY: help venv train test-quick test test-all test-cuda-build lint verify-table verify-rules free-runs search-table programs operators standin first-look models options bench bench-peers verify-grpc growth faults resumes same-bits browser wan clean
 .DEFAULT_GOAL := help
 
 help: ## List these targets
@@ -34,7 +34,7 @@ test-quick: $(DONE) ## Run what needs neither torch nor processes, the contracts
 	@$(BIN)/pytest --sample -n 2 --dist loadfile $(QUICK) -k "not ($(SLOW))"
 
 test: $(DONE) ## Run a sample of the tests that turns with every commit, on two processes (10 minutes)
-	@$(BIN)/pytest --sample -n 2 --dist loadfile
+	@$(BIN)/pytest --sample -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(DONE) ## Run all tests, on two processes (45 minutes)
 	@$(BIN)/pytest -n 2 --dist loadfile

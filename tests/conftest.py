@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.sampling import SAMPLE, chosen, turn_of_commit
+from tests.sampling import LONG, SAMPLE, chosen, turn_of_commit
 
 SEED = 20240229
 #: Seconds that a child or a thread has to end by itself after its test.
@@ -127,10 +127,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not in the sample."""
+    """Leave out what is not in the sample, and begin with what takes long."""
     if not config.getoption("--sample"):
         return
     keep = chosen([item.nodeid for item in items], json.loads(SAMPLE.read_text(encoding="utf-8")), turn_of_commit())
     left_out = [item for item, kept in zip(items, keep, strict=True) if not kept]
     items[:] = [item for item, kept in zip(items, keep, strict=True) if kept]
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     config.hook.pytest_deselected(items=left_out)

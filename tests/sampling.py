@@ -36,6 +36,9 @@ ALWAYS = {
 }
 """Functions of which every commit runs at least one test: what users do first, and nothing else tests."""
 
+LONG = "tests/standin/"
+"""Where single tests take a minute: a sample begins with them, so that it does not end while one process waits."""
+
 _DURATION = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S+?)(\[.*)?")
 
 

@@ -82,8 +82,8 @@ def test_a_run_that_is_continued_keeps_its_rule_and_is_planned_for_other_machine
         more = hosting(tmp_path, MLP, "--out", "more", "--from", "again", "--steps", 4)
         assert [said.code for said in more.ended([more.join(0), more.join(1)])] == [0, 0, 0], more.log.read_text()
     first, second, third = (Plan.parse((tmp_path / k / "plan.toml").read_text()) for k in ("first", "again", "more"))
-    assert second == first
-    assert (third.rule, third.micro_batches, third.num_workers) == ("1f1b", first.micro_batches, 3)
+    assert [plan.num_workers for plan in (first, second, third)] == [2, 2, 3]
+    assert {(plan.rule, plan.micro_batches) for plan in (first, second, third)} == {("1f1b", first.micro_batches)}
     assert all(edge.bytes_per_s > 0 for edge in third.edges), "planned for the machines that are here now"
 
 

@@ -16,12 +16,12 @@ import torch
 from roundelay import __version__
 from roundelay.cli.changed_by_job import PathResolver
 from roundelay.cli.gathering import REASONS, Gathering, Waiting
-from roundelay.cli.host_options import RULE, HostOptions, address_of, advertised_of
+from roundelay.cli.host_options import HostOptions, address_of, advertised_of
+from roundelay.cli.hosted_plan import Draft, drafted
 from roundelay.cli.options import RunOptions
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource, plan_files, plan_job, plan_of
+from roundelay.cli.plan_from_options import PlannedJob, PlanSource
 from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
-from roundelay.cores import all_threads, usable_cores
 from roundelay.errors import PeerLostError, RunError, UsageError
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
@@ -37,23 +37,11 @@ from roundelay.peers.loop_thread import LoopThread
 from roundelay.peers.members import HOST_NAME, Members
 from roundelay.peers.messages import Versions
 from roundelay.peers.refusals import RefusalLog
-from roundelay.planner.inherited_choices import inherited
-from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices
-from roundelay.planner.price import priced
-from roundelay.planner.prove_plan import prove
-from roundelay.planner.source import Hardware
-from roundelay.planning.collect_facts import collect_facts
-from roundelay.planning.examined import Examined
 from roundelay.planning.job_file import load_job
-from roundelay.planning.memory_limit import check_memory
-from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, optimizer_of, place_of
 from roundelay.session.offer import (
-    Offer,
-    cluster_of,
     own_offer,
-    threads_each,
 )
 from roundelay.session.stop_condition import Length
 from roundelay.transport import grpc_stream
@@ -88,31 +76,13 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         check_vacant(run.out)
     job = load_job(job_file, run.seed)
     run = run.resolved(paths)
-    rule = choices.rule or (RULE if run.resume is None or not plan_files(run.resume) else None)
-    asked = replace(choices, workers=options.peers, transport="grpc", rule=rule)
-    planned = plan_job(job, asked, run.seed, PlanSource(resume=run.resume), quiet=as_json)
-    if planned.plan.num_workers != options.peers:
-        raise UsageError(
-            "--peers",
-            got=str(options.peers),
-            expected=f"{planned.plan.num_workers}: the model cannot be cut into more stages",
-            remedy="Invite fewer machines, or bring a larger model.",
-        )
-    resumed = None if run.resume is None else plan_of(run.resume, planned.plan.model)
-    kept = resumed is not None and resumed == replace(planned.plan, deadline_s=resumed.deadline_s)
-    facts = None if kept else _facts(planned, run.seed)
-    asked = asked if resumed is None else asked.over(inherited(resumed, asked))
-    prepared = prepare(planned, run, paths.of(RUNS), None, quiet=as_json)
+    draft = drafted(job, choices, options.peers, run.seed, PlanSource(resume=run.resume), quiet=as_json)
+    prepared = prepare(draft.planned, run, paths.of(RUNS), None, quiet=as_json)
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
         waiting = _open(prepared, options, stack)
-        gathering = _gathering(waiting, options)
-        while True:
-            names, offers = gathering.gathered()
-            planned_for = prepared if facts is None else _replanned(prepared, facts, asked, offers, run)
-            if gathering.complete():
-                break
-        prepared = planned_for
+        names, planned = _gathered(waiting, draft, options)
+        prepared = _prepared_for(planned, prepared, run)
         _say_planned(prepared.session.plan, names)
         group = _assigned(prepared, waiting, names)
         with _telling_loss(group):
@@ -132,13 +102,6 @@ def _telling_loss(group: PeerGroup) -> Iterator[None]:
         if not isinstance(error, PeerLostError):
             show_lost(group.called(group.rank), one_line(f"{error.subject}: {error.got}"))
         raise
-
-
-def _facts(planned: PlannedJob, seed: int) -> ModelFacts:
-    """What the planner must know of the job when all machines are here: measured now, while this process may fork."""
-    source = Examined(planned.job, planned.captured, seed, ignore_wait)
-    threads = sorted({1, all_threads(torch.get_num_threads)})
-    return collect_facts(source, precision=planned.plan.precision, threads=threads)
 
 
 def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> Waiting:
@@ -163,30 +126,23 @@ def _open(prepared: Prepared, options: HostOptions, stack: ExitStack) -> Waiting
     return Waiting(authority, own, gate, texts, door, came, left, log.refuse)
 
 
-def _gathering(waiting: Waiting, options: HostOptions) -> Gathering:
-    """Invite the other machines."""
+def _gathered(waiting: Waiting, draft: Draft, options: HostOptions) -> tuple[list[str], PlannedJob]:
+    """Invite the other machines; their names, this one's first, and the plan for them, when all are here."""
     stderr.print(SEES, markup=False)
     own = own_offer(int(SHARE * psutil.virtual_memory().available))
     outside = not ipaddress.ip_address(waiting.gate.listener.address[0]).is_loopback
-    return Gathering(waiting, options.peers, own, options.wait_s, outside=outside)
+    gathering = Gathering(waiting, options.peers, own, options.wait_s, outside=outside)
+    while True:
+        names, offers = gathering.gathered()
+        planned = draft.for_machines(offers)
+        if gathering.complete():
+            return names, planned
 
 
-def _replanned(
-    prepared: Prepared, facts: ModelFacts, asked: Choices, offers: Sequence[Offer], run: RunOptions
-) -> Prepared:
-    """The run by a plan for the machines as they are.
-
-    Raises:
-        PlanError: none fits.
-    """
-    planned, threads = prepared.planned, asked.threads or threads_each(offers)
-    machine = Hardware(usable_cores(), threads, 0, cluster_of(offers))
-    plan = priced(facts, replace(asked, threads=threads), machine).plan
-    prove(plan)
-    check_memory(Examined(planned.job, planned.captured, run.seed, ignore_wait), plan, asked.memory_limit)
-    better = replace(planned, plan=plan)
-    session = better.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
-    return replace(prepared, planned=better, session=session)
+def _prepared_for(planned: PlannedJob, prepared: Prepared, run: RunOptions) -> Prepared:
+    """The run by another plan."""
+    session = planned.session(run.seed, Length(steps=run.steps, epochs=run.epochs), run.resume)
+    return replace(prepared, planned=planned, session=session)
 
 
 def _say_planned(plan: Plan, names: Sequence[str]) -> None:
