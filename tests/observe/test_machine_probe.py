@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from roundelay.observe import machine_probe
 
@@ -12,9 +15,18 @@ def test_a_quota_of_less_than_a_core_makes_a_machine_slower(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, seconds: float
 ) -> None:
     monkeypatch.setattr(machine_probe, "core_quota", lambda: quota)
-    monkeypatch.setattr(machine_probe, "_once", lambda a: 0.01)
-    assert machine_probe.probe_s() == pytest.approx(seconds)
+    monkeypatch.setattr(machine_probe, "_once", lambda a, clock: 0.01)
+    assert machine_probe.probe_s(1) == pytest.approx(seconds)
 
 
-def test_a_machine_is_measured() -> None:
-    assert 0 < machine_probe.probe_s() < 100
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_machine_is_measured_with_its_threads_and_keeps_those_it_had(threads: int) -> None:
+    assert 0 < machine_probe.probe_s(threads) < 100
+    assert torch.get_num_threads() == 1
+
+
+def test_several_threads_are_timed_by_the_clock_and_one_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(machine_probe, "_once", lambda a, clock: seen.append((clock, torch.get_num_threads())) or 1.0)
+    machine_probe.probe_s(1), machine_probe.probe_s(3)
+    assert set(seen) == {(time.thread_time, 1), (time.perf_counter, 3)}

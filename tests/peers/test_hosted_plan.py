@@ -70,3 +70,12 @@ def test_a_run_of_any_form_keeps_its_rule_and_goes_on_with_a_stage_on_each_machi
         peers,
     )
     assert (again.num_stages, again.replicas, again.mesh_size, again.zero, again.transport) == (peers, 1, 1, 0, "grpc")
+
+
+def test_each_machine_has_its_own_threads_in_the_plan_or_those_that_are_asked_for() -> None:
+    draft = drafted(wide(), Choices(), 2, 0, PlanSource(), quiet=True)
+    offers = [Offer("a" * 16, "0" * 16, 4, 0.1, 10**9), Offer("a" * 16, "1" * 16, 16, 0.05, 10**9)]
+    assert [worker.threads for worker in draft.for_machines(offers).plan.workers] == [4, 16]
+    assert [worker.threads for worker in draft.for_machines(offers[::-1]).plan.workers] == [16, 4]
+    few = drafted(wide(), Choices(threads=2), 2, 0, PlanSource(), quiet=True)
+    assert [worker.threads for worker in few.for_machines(offers).plan.workers] == [2, 2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from roundelay.errors import UsageError
-from roundelay.session.offer import Offer, cluster_of, own_offer, refusal, threads_each
+from roundelay.session.offer import Offer, cluster_of, own_offer, refusal
 
-ONE, TWO = "1" * 16, "2" * 16
+ONE, TWO, THREE = "1" * 16, "2" * 16, "3" * 16
 
 
 def offer(machine: str, probe_s: float, cores: int = 4, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
@@ -15,15 +15,23 @@ def offer(machine: str, probe_s: float, cores: int = 4, rtt_s: float = 0.0, byte
 
 
 def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all() -> None:
-    cluster = cluster_of([offer(ONE, 0.1), offer(TWO, 0.2, rtt_s=0.04), offer("3" * 16, 0.05, bytes_per_s=1e7)])
+    cluster = cluster_of([offer(ONE, 0.1), offer(TWO, 0.2, rtt_s=0.04), offer(THREE, 0.05, bytes_per_s=1e7)])
     assert [worker.speed for worker in cluster.workers] == [1.0, 0.5, 2.0]
     assert (cluster.links.between.latency_s, cluster.links.between.bytes_per_s) == (0.02, 1e7)
 
 
 def test_processes_of_one_machine_are_equally_fast_and_share_its_cores() -> None:
     offers = [offer(ONE, 0.1), offer(ONE, 0.3), offer(TWO, 0.2)]
-    assert [worker.speed for worker in cluster_of(offers).workers] == [1.0, 1.0, 0.5]
-    assert threads_each(offers) == 2
+    workers = cluster_of(offers).workers
+    assert [worker.speed for worker in workers] == [1.0, 1.0, 1.0]  # half of a machine is as fast as all of the other
+    assert [worker.threads for worker in workers] == [2, 2, 4]
+
+
+def test_each_machine_computes_with_its_own_threads_or_with_those_that_are_given() -> None:
+    offers = [offer(ONE, 0.1, cores=4), offer(TWO, 0.025, cores=16), offer(THREE, 0.4, cores=1)]
+    assert [worker.threads for worker in cluster_of(offers).workers] == [4, 16, 1]
+    assert [worker.threads for worker in cluster_of(offers, 2).workers] == [2, 2, 2]
+    assert [worker.speed for worker in cluster_of(offers).workers] == [1.0, 4.0, 0.25]
 
 
 def test_a_machine_knows_itself_and_an_offer_is_read_as_it_was_written() -> None:

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import final
 
 from roundelay.cli.screen import stderr
-from roundelay.errors import DeadlineError, UsageError
+from roundelay.errors import DeadlineError, UsageError, counted
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.launching.last_words import one_line
 from roundelay.membership.roster import Seat, State, moved, name_after
@@ -158,7 +158,8 @@ class Gathering:
             return self._refuse(worker, place, NO_OFFER, f"{error.subject}: {error.got}")
         self._waiting.texts.drop(place.name, PROBE)
         rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
-        speed = f"{self._own.probe_s / offer.probe_s:.2f} times as fast as this machine"
+        threads = counted(offer.threads, "thread")
+        speed = f"with {threads} {self._own.probe_s / offer.probe_s:.2f} times as fast as this machine"
         self._say(f"{place.name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.")
         if why := refusal(self._own, offer):
             self._refuse(worker, place, ARITHMETIC, why)

@@ -22,7 +22,7 @@ from roundelay.cli.options import RunOptions
 from roundelay.cli.plan_from_options import PlannedJob, PlanSource
 from roundelay.cli.screen import show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
-from roundelay.errors import PeerLostError, RunError, UsageError
+from roundelay.errors import PeerLostError, RunError, UsageError, counted
 from roundelay.ir.num_bytes import bytes_text
 from roundelay.ir.plan import Plan
 from roundelay.launching.last_words import one_line
@@ -147,8 +147,9 @@ def _prepared_for(planned: PlannedJob, prepared: Prepared, run: RunOptions) -> P
 
 def _say_planned(plan: Plan, names: Sequence[str]) -> None:
     texts = [
-        f"{name} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights"
-        for name, stage in zip(names, plan.stages, strict=True)
+        f"{name} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights, "
+        f"{counted(plan.threads_of(number), 'thread')}"
+        for number, (name, stage) in enumerate(zip(names, plan.stages, strict=True))
     ]
     stderr.print(f"Planned for these machines: {'; '.join(texts)}.", markup=False)
 

@@ -38,8 +38,7 @@ HostedChoices = Annotated[
             "previous:NORM, by all gradients' norm of an earlier batch; of rules that flush also global:NORM, of the "
             "same batch. [default: none]",
             "deterministic": "Compute by deterministic algorithms of torch alone; slower. Refused where torch cannot.",
-            "threads": "Intra-op threads of each machine. [default: as many as plain PyTorch has on the machine that "
-            "has fewest]",
+            "threads": "Intra-op threads of each machine. [default: as many as plain PyTorch has there]",
             "rule": f"Update rule: {', '.join(BUILT_IN)}. [default: {RULE}]",
         },
     ),

@@ -24,7 +24,7 @@ from roundelay.planning.examined import Examined
 from roundelay.planning.memory_limit import check_memory
 from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.schedules import PIPELINE
-from roundelay.session.offer import Offer, cluster_of, threads_each
+from roundelay.session.offer import Offer, cluster_of
 
 EACH: Final[dict[str, Any]] = {
     "layout": PIPELINE,
@@ -59,9 +59,10 @@ class Draft:
         Raises:
             PlanError: none fits.
         """
-        threads = self.asked.threads or threads_each(offers)
-        machine = Hardware(usable_cores(), threads, 0, cluster_of(offers))
-        plan = priced(self.facts, replace(self.asked, threads=threads), machine).plan
+        cluster = cluster_of(offers, self.asked.threads)
+        own = cluster.workers[0].threads or 1
+        facts = self.facts.measured_with(own)
+        plan = priced(facts, replace(self.asked, threads=own), Hardware(usable_cores(), own, 0, cluster)).plan
         prove(plan)
         check_memory(_examined(self.planned, self.seed), plan, self.asked.memory_limit)
         return replace(self.planned, plan=plan)

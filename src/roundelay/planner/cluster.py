@@ -64,9 +64,11 @@ class ClusterWorker:
     Args:
         name: in a plan.
         number: its place in the file.
-        speed: how many times as fast as this machine a process of it computes, with as many threads.
+        speed: how many times as fast as a process of this machine it computes: with as many threads, or each with its
+            own.
         memory: bytes that it may hold.
         node: the name of the machine that it is on.
+        threads: its intra-op ones; None: those of all workers.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ClusterWorker:
     speed: float
     memory: float = math.inf
     node: str = ""
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,10 @@ class ModelFacts:
         nearest = min({one.threads for one in self.measured}, key=lambda number: (abs(number - threads), number))
         return [one for one in self.measured if one.threads == nearest]
 
+    def measured_with(self, threads: int) -> ModelFacts:
+        """The same, of what was measured with the nearest number of threads alone: speeds of workers are beside it."""
+        return replace(self, measured=tuple(self._on(threads)))
+
     def storages(self, draft: Plan) -> SavedStorages:
         """What the operations keep of a micro-batch of the plan."""
         rows, whole = self.rows(draft), self.measured[-1].rows

@@ -67,7 +67,10 @@ def placed(
         groups |= {place: next(left[kind]) for place, kind in chosen.items()}
         seat = {n: one for own in owners for n, one in zip(own, groups[own[0] // draft.mesh_size], strict=True)}
     used = sorted({seat[n] for own in owners for n in own}, key=lambda one: one.number)
-    workers = [replace(w, name=own.name, speed=own.speed) for w, own in zip(draft.workers, used, strict=True)]
+    workers = [
+        replace(w, name=own.name, speed=own.speed, threads=own.threads or w.threads)
+        for w, own in zip(draft.workers, used, strict=True)
+    ]
     return tuple(workers), [[seat[n].name for n in own] for own in owners]
 
 

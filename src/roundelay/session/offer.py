@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, final
@@ -13,6 +14,7 @@ from msgspec import Meta
 
 from roundelay.cores import all_threads, core_quota
 from roundelay.errors import UsageError
+from roundelay.lower.validate_plan import MOST_THREADS
 from roundelay.observe.arithmetic import arithmetic
 from roundelay.observe.machine_probe import probe_s
 from roundelay.planner.cluster import Cluster, ClusterLink, ClusterLinks, ClusterWorker
@@ -39,7 +41,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
         machine: a digest by which several processes of one machine, under one quota of its cores, know that they are.
         threads: intra-op ones of plain PyTorch in one process.
-        probe_s: seconds of a fixed piece of work.
+        probe_s: seconds of a fixed piece of work with as many.
         memory_bytes: that its part may need.
         rtt_s: seconds of a message to the host and back.
         bytes_per_s: from the host.
@@ -48,7 +50,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     arithmetic: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     machine: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-    threads: Annotated[int, Meta(ge=1, le=4096)]
+    threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)]
     probe_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
     memory_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
     rtt_s: Annotated[float, Meta(ge=0.0, lt=1e3)] = 0.0
@@ -92,7 +94,7 @@ def own_offer(
         address: where others reach it.
     """
     threads = all_threads(torch.get_num_threads)
-    return Offer(arithmetic(), _machine(), threads, probe_s(), memory_bytes, rtt_s, bytes_per_s, address)
+    return Offer(arithmetic(), _machine(), threads, probe_s(threads), memory_bytes, rtt_s, bytes_per_s, address)
 
 
 def refusal(own: Offer, other: Offer) -> str:
@@ -105,25 +107,29 @@ def refusal(own: Offer, other: Offer) -> str:
     return ""
 
 
-def cluster_of(offers: Sequence[Offer]) -> Cluster:
+def cluster_of(offers: Sequence[Offer], threads: int | None = None) -> Cluster:
     """The cluster of machines, in the order of the stages: that of their workers' numbers.
 
-    Processes of one machine are equally fast: what they measured differs by what the others did meanwhile.
+    Each computes with its own threads; processes of one machine share them, and are equally fast: what they measured
+    differs by what the others did meanwhile.
 
     Args:
         offers: the host's, and then those of the others.
+        threads: of each worker; None: all that its machine has for it.
     """
-    fastest: dict[str, float] = {}
+    sharing = Counter([one.machine for one in offers])
+    shortest: dict[str, float] = {}
     for one in offers:
-        fastest[one.machine] = min(one.probe_s, fastest.get(one.machine, one.probe_s))
-    host = fastest[offers[0].machine]
+        shortest[one.machine] = min(one.probe_s, shortest.get(one.machine, one.probe_s))
+    times = [shortest[one.machine] * sharing[one.machine] for one in offers]
     workers = tuple(
         ClusterWorker(
             f"w{k}",
             k,
-            round(min(MOST_SPEED, max(1 / MOST_SPEED, host / fastest[one.machine])), 3),
+            round(min(MOST_SPEED, max(1 / MOST_SPEED, times[0] / times[k])), 3),
             float(one.memory_bytes),
             one.machine,
+            threads or max(1, one.threads // sharing[one.machine]),
         )
         for k, one in enumerate(offers)
     )
@@ -132,14 +138,6 @@ def cluster_of(offers: Sequence[Offer]) -> Cluster:
         bytes_per_s=float(round(min(one.bytes_per_s for one in offers[1:]))),
     )
     return Cluster(workers=workers, links=ClusterLinks(within=slowest, between=slowest), ordered=True)
-
-
-def threads_each(offers: Sequence[Offer]) -> int:
-    """Intra-op threads that each machine has for its worker; processes of one machine share them."""
-    counts: dict[str, int] = {}
-    for one in offers:
-        counts[one.machine] = counts.get(one.machine, 0) + 1
-    return max(1, min(one.threads // counts[one.machine] for one in offers))
 
 
 def _machine() -> str:
