@@ -101,3 +101,14 @@ def test_a_connection_that_is_over_before_its_owner_is_known_has_ended() -> None
     listener._visits[40000] = Visit("127.0.0.1", 1, over=True)
     listener.stay("ipv4:127.0.0.1:40000", lambda: told.append("ended"))
     assert told == ["ended"]
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(60.0, "until 12:01:"), (50_000.0, "until 2026-01-02 01:53:")])
+def test_an_invitation_says_until_when_it_is_good_with_the_day_where_that_is_another(
+    around: Around, wait_s: float, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noon = time.mktime((2026, 1, 1, 12, 0, 0, 0, 0, -1))
+    clock: Any = gathering.time
+    clock.time, clock.localtime = lambda: noon, lambda moment=noon: time.localtime(moment)
+    inviting(around, wait_s)
+    assert told in " ".join(capsys.readouterr().err.split())

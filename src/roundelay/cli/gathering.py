@@ -207,8 +207,7 @@ class Gathering:
         self._places[worker] = _Place(name, invitation.seat, time.monotonic() + self._wait_s)
         listens = " --listen ADDRESS:PORT" if self._outside and worker < self._workers - 1 else ""
         where = ", with an address and a port of that machine" if listens else ""
-        until = time.strftime("%H:%M", time.localtime(expiry))
-        self._say(f"For {name}{who}, good once, until {until}{where}:")
+        self._say(f"For {name}{who}, good once, until {_clock(expiry)}{where}:")
         stderr.print(f"  roundelay join {invitation.text()}{listens}", markup=False, soft_wrap=True)
 
     def _tell_that_it_ends(self) -> None:
@@ -230,3 +229,9 @@ class Gathering:
 
     def _say(self, line: str) -> None:
         stderr.print(line, markup=False)
+
+
+def _clock(moment: float) -> str:
+    """The time of day of this machine, with the day where that is not today."""
+    then = time.localtime(moment)
+    return time.strftime("%H:%M" if then[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", then)
