@@ -29,7 +29,7 @@ def wide() -> Job:
 
 def plan_for(speeds: tuple[float, ...], source: PlanSource, **choices: object) -> Plan:
     """The plan for machines so many times as fast as one that needs 0.1 s for the probe."""
-    offers = [Offer("a" * 16, f"{k}" * 16, 1, 0.1 / speed, 10**9) for k, speed in enumerate(speeds)]
+    offers = [Offer("a" * 16, f"{k}" * 16, 1, 0.1 / speed, 0.1 / speed, 10**9) for k, speed in enumerate(speeds)]
     draft = drafted(wide(), Choices(**choices), len(speeds), 0, source, quiet=True)  # type: ignore[arg-type]
     return draft.for_machines(offers).plan
 
@@ -74,7 +74,7 @@ def test_a_run_of_any_form_keeps_its_rule_and_goes_on_with_a_stage_on_each_machi
 
 def test_each_machine_has_its_own_threads_in_the_plan_or_those_that_are_asked_for() -> None:
     draft = drafted(wide(), Choices(), 2, 0, PlanSource(), quiet=True)
-    offers = [Offer("a" * 16, "0" * 16, 4, 0.1, 10**9), Offer("a" * 16, "1" * 16, 16, 0.05, 10**9)]
+    offers = [Offer("a" * 16, "0" * 16, 4, 0.1, 0.03, 10**9), Offer("a" * 16, "1" * 16, 16, 0.1, 0.01, 10**9)]
     assert [worker.threads for worker in draft.for_machines(offers).plan.workers] == [4, 16]
     assert [worker.threads for worker in draft.for_machines(offers[::-1]).plan.workers] == [16, 4]
     few = drafted(wide(), Choices(threads=2), 2, 0, PlanSource(), quiet=True)

@@ -11,7 +11,8 @@ ONE, TWO, THREE = "1" * 16, "2" * 16, "3" * 16
 
 
 def offer(machine: str, probe_s: float, cores: int = 4, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
-    return Offer("a" * 16, machine, cores, probe_s, 10**9, rtt_s, bytes_per_s)
+    """Of a machine whose cores share the probe's work without a loss."""
+    return Offer("a" * 16, machine, cores, probe_s, probe_s / cores, 10**9, rtt_s, bytes_per_s)
 
 
 def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all() -> None:
@@ -22,16 +23,37 @@ def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all()
 
 def test_processes_of_one_machine_are_equally_fast_and_share_its_cores() -> None:
     offers = [offer(ONE, 0.1), offer(ONE, 0.3), offer(TWO, 0.2)]
-    workers = cluster_of(offers).workers
+    workers = cluster_of(offers, speedup=4.0).workers
     assert [worker.speed for worker in workers] == [1.0, 1.0, 1.0]  # half of a machine is as fast as all of the other
     assert [worker.threads for worker in workers] == [2, 2, 4]
 
 
 def test_each_machine_computes_with_its_own_threads_or_with_those_that_are_given() -> None:
-    offers = [offer(ONE, 0.1, cores=4), offer(TWO, 0.025, cores=16), offer(THREE, 0.4, cores=1)]
+    offers = [offer(ONE, 0.1, cores=4), offer(TWO, 0.05, cores=16), offer(THREE, 0.1, cores=1)]
     assert [worker.threads for worker in cluster_of(offers).workers] == [4, 16, 1]
     assert [worker.threads for worker in cluster_of(offers, 2).workers] == [2, 2, 2]
-    assert [worker.speed for worker in cluster_of(offers).workers] == [1.0, 4.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "threads", "speeds"),
+    [
+        (4.0, None, [1.0, 8.0, 0.25]),  # as the probe
+        (1.0, None, [1.0, 2.0, 1.0]),  # by one thread alone
+        (2.0, None, [1.0, 2 * 0.5 / (1 / 3 + 2 / 3 / 16), 0.5]),  # a third of its work is not divided
+        (4.0, 2, [1.0, 2.0, 0.5]),
+    ],
+)
+def test_threads_speed_machines_up_as_far_as_they_do_so_for_the_model_on_the_host(
+    speedup: float, threads: int | None, speeds: list[float]
+) -> None:
+    offers = [offer(ONE, 0.1, cores=4), offer(TWO, 0.05, cores=16), offer(THREE, 0.1, cores=1)]
+    found = [worker.speed for worker in cluster_of(offers, threads, speedup).workers]
+    assert found == pytest.approx(speeds, abs=1e-3)
+
+
+def test_what_threads_are_worth_is_the_probe_s_word_where_the_host_has_one() -> None:
+    workers = cluster_of([offer(ONE, 0.1, cores=1), offer(TWO, 0.1, cores=8)], speedup=1.0).workers
+    assert [worker.speed for worker in workers] == [1.0, 8.0]
 
 
 def test_a_machine_knows_itself_and_an_offer_is_read_as_it_was_written() -> None:

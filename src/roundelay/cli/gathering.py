@@ -159,7 +159,7 @@ class Gathering:
         self._waiting.texts.drop(place.name, PROBE)
         rate = f"{8e-6 * offer.bytes_per_s:,.0f} Mbit/s, {1e3 * offer.rtt_s:.3g} ms"
         threads = counted(offer.threads, "thread")
-        speed = f"with {threads} {self._own.probe_s / offer.probe_s:.2f} times as fast as this machine"
+        speed = f"with {threads} {self._own.probe_all_s / offer.probe_all_s:.2f} times as fast as this machine"
         self._say(f"{place.name}: {speed}, {bytes_text(offer.memory_bytes)}, {rate}.")
         if why := refusal(self._own, offer):
             self._refuse(worker, place, ARITHMETIC, why)

@@ -59,7 +59,7 @@ class Draft:
         Raises:
             PlanError: none fits.
         """
-        cluster = cluster_of(offers, self.asked.threads)
+        cluster = cluster_of(offers, self.asked.threads, self.facts.speedup)
         own = cluster.workers[0].threads or 1
         facts = self.facts.measured_with(own)
         plan = priced(facts, replace(self.asked, threads=own), Hardware(usable_cores(), own, 0, cluster)).plan

@@ -327,9 +327,7 @@ class SearchPlan:
 
 def busy_notices(facts: ModelFacts) -> tuple[str, ...]:
     """What to say of operations that took much longer with more threads than with fewer; nothing if none did."""
-    most = facts.measured[-1].rows
-    whole = {one.threads: one.profile for one in facts.measured if one.rows == most}
-    times = {count: sum(own.forward_s) + sum(own.backward_s) for count, own in whole.items()}
+    times = facts.seconds
     fewest, slowest = min(times), max(times, key=lambda count: times[count])
     if slowest == fewest or times[slowest] < max(SLOWED * times[fewest], LEAST_S):
         return ()

@@ -119,6 +119,18 @@ class ModelFacts:
         nearest = min({one.threads for one in self.measured}, key=lambda number: (abs(number - threads), number))
         return [one for one in self.measured if one.threads == nearest]
 
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """Of a forward and a backward of the most rows, by number of threads."""
+        whole = {one.threads: one.profile for one in self.measured if one.rows == self.measured[-1].rows}
+        return {count: sum(own.forward_s) + sum(own.backward_s) for count, own in whole.items()}
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast the most threads are as the fewest."""
+        times = self.seconds
+        return times[min(times)] / times[max(times)]
+
     def measured_with(self, threads: int) -> ModelFacts:
         """The same, of what was measured with the nearest number of threads alone: speeds of workers are beside it."""
         return replace(self, measured=tuple(self._on(threads)))

@@ -11,6 +11,7 @@ from typing import Annotated, final
 import msgspec
 import torch
 from msgspec import Meta
+from msgspec.structs import replace
 
 from roundelay.cores import all_threads, core_quota
 from roundelay.errors import UsageError
@@ -32,6 +33,9 @@ PROBE, PROBE_BYTES = "probe", 6 * 2**20
 MOST_SPEED = 1e3
 """Most times that a machine may say to be as fast or as slow as the host."""
 
+TOLD = 1.1
+"""From what gain of the host's threads on they tell how much a model gains of threads."""
+
 
 @final
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +45,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
         machine: a digest by which several processes of one machine, under one quota of its cores, know that they are.
         threads: intra-op ones of plain PyTorch in one process.
-        probe_s: seconds of a fixed piece of work with as many.
+        probe_s: seconds of a fixed piece of work with one thread.
+        probe_all_s: with all of them.
         memory_bytes: that its part may need.
         rtt_s: seconds of a message to the host and back.
         bytes_per_s: from the host.
@@ -52,6 +57,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)]
     probe_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
+    probe_all_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
     memory_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)]
     rtt_s: Annotated[float, Meta(ge=0.0, lt=1e3)] = 0.0
     bytes_per_s: Annotated[float, Meta(gt=0.0, lt=1e15)] = 1e9
@@ -94,7 +100,8 @@ def own_offer(
         address: where others reach it.
     """
     threads = all_threads(torch.get_num_threads)
-    return Offer(arithmetic(), _machine(), threads, probe_s(threads), memory_bytes, rtt_s, bytes_per_s, address)
+    seconds = probe_s(1), probe_s(threads)
+    return Offer(arithmetic(), _machine(), threads, *seconds, memory_bytes, rtt_s, bytes_per_s, address)
 
 
 def refusal(own: Offer, other: Offer) -> str:
@@ -107,21 +114,29 @@ def refusal(own: Offer, other: Offer) -> str:
     return ""
 
 
-def cluster_of(offers: Sequence[Offer], threads: int | None = None) -> Cluster:
+def cluster_of(offers: Sequence[Offer], threads: int | None = None, speedup: float = 1.0) -> Cluster:
     """The cluster of machines, in the order of the stages: that of their workers' numbers.
 
     Each computes with its own threads; processes of one machine share them, and are equally fast: what they measured
-    differs by what the others did meanwhile.
+    differs by what the others did meanwhile. More threads help the model as they help the probe, but for the share of
+    its work, by Amdahl's law, for which they do not help it on the host.
 
     Args:
         offers: the host's, and then those of the others.
         threads: of each worker; None: all that its machine has for it.
+        speedup: how many times as fast the host computes the model with all its threads as with one.
     """
-    sharing = Counter([one.machine for one in offers])
-    shortest: dict[str, float] = {}
+    sharing, best = Counter([one.machine for one in offers]), dict[str, Offer]()
     for one in offers:
-        shortest[one.machine] = min(one.probe_s, shortest.get(one.machine, one.probe_s))
-    times = [shortest[one.machine] * sharing[one.machine] for one in offers]
+        known = best.get(one.machine, one)
+        shortest = min(one.probe_s, known.probe_s), min(one.probe_all_s, known.probe_all_s)
+        best[one.machine] = replace(one, probe_s=shortest[0], probe_all_s=shortest[1])
+    counts = [threads or max(1, one.threads // sharing[one.machine]) for one in offers]
+    share = _shared_out(speedup, _gain(best[offers[0].machine]))
+    times = [
+        _seconds(best[one.machine], count, share) * max(1.0, sharing[one.machine] / one.threads)
+        for one, count in zip(offers, counts, strict=True)
+    ]
     workers = tuple(
         ClusterWorker(
             f"w{k}",
@@ -129,7 +144,7 @@ def cluster_of(offers: Sequence[Offer], threads: int | None = None) -> Cluster:
             round(min(MOST_SPEED, max(1 / MOST_SPEED, times[0] / times[k])), 3),
             float(one.memory_bytes),
             one.machine,
-            threads or max(1, one.threads // sharing[one.machine]),
+            counts[k],
         )
         for k, one in enumerate(offers)
     )
@@ -138,6 +153,22 @@ def cluster_of(offers: Sequence[Offer], threads: int | None = None) -> Cluster:
         bytes_per_s=float(round(min(one.bytes_per_s for one in offers[1:]))),
     )
     return Cluster(workers=workers, links=ClusterLinks(within=slowest, between=slowest), ordered=True)
+
+
+def _gain(one: Offer) -> float:
+    """How many times as fast a machine works at the probe with all its threads as with one."""
+    return max(1.0, one.probe_s / one.probe_all_s)
+
+
+def _shared_out(speedup: float, gain: float) -> float:
+    """The share of a model's work that threads divide among them; 1 where the host's threads do not tell."""
+    return 1.0 if gain < TOLD else min(1.0, max(0.0, (1 - 1 / speedup) / (1 - 1 / gain)))
+
+
+def _seconds(one: Offer, count: int, share: float) -> float:
+    """Seconds of a model, of which the probe on one thread is the unit, with so many of a machine's threads."""
+    used = (min(count, one.threads) - 1) / max(1, one.threads - 1)
+    return one.probe_s * (1 - share + share / (1 + (_gain(one) - 1) * used))
 
 
 def _machine() -> str:
