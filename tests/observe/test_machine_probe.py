@@ -10,13 +10,16 @@ import torch
 from roundelay.observe import machine_probe
 
 
-@pytest.mark.parametrize(("quota", "seconds"), [(None, 0.01), (4.0, 0.01), (0.5, 0.02)])
-def test_a_quota_of_less_than_a_core_makes_a_machine_slower(
-    monkeypatch: pytest.MonkeyPatch, quota: float | None, seconds: float
+@pytest.mark.parametrize(
+    ("threads", "quota", "seconds"),
+    [(1, None, 0.01), (1, 4.0, 0.01), (1, 0.5, 0.02), (3, None, 0.01), (3, 2.0, 0.015), (3, 0.5, 0.06)],
+)
+def test_a_quota_of_fewer_cores_than_threads_makes_a_machine_slower(
+    monkeypatch: pytest.MonkeyPatch, threads: int, quota: float | None, seconds: float
 ) -> None:
     monkeypatch.setattr(machine_probe, "core_quota", lambda: quota)
     monkeypatch.setattr(machine_probe, "_once", lambda a, clock: 0.01)
-    assert machine_probe.probe_s(1) == pytest.approx(seconds)
+    assert machine_probe.probe_s(threads) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

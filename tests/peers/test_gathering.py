@@ -16,7 +16,7 @@ from roundelay.errors import DeadlineError
 from roundelay.peers.listener import Listener, Visit
 from roundelay.session.offer import ENDED, OFFER, VERDICT, Offer
 
-OWN = Offer("a" * 16, "1" * 16, 4, 0.1, 0.03, 10**9)
+OWN = Offer("a" * 16, "1" * 16, 4, 4, 0.1, 0.03, 10**9)
 
 
 @dataclass

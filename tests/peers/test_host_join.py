@@ -54,7 +54,7 @@ def test_three_machines_train_and_the_run_is_proved(capsys: pytest.CaptureFixtur
     assert (again.code, "0 of " in again.out) == (0, True) or "no digest" in again.told
 
 
-@pytest.mark.parametrize("rule", ["1f1b", "pipeoptim", "zb-h1"])
+@pytest.mark.parametrize("rule", ["1f1b", "pipeoptim", "zb-h1", "zb-v"])
 def test_other_rules_end_with_the_weights_that_they_have_on_one_machine(rule: str, tmp_path: Path) -> None:
     with nothing_left_behind():
         run = hosting(tmp_path, MLP, "--out", "shared", "--steps", 8, "--rule", rule, "--json", peers=2)

@@ -12,7 +12,7 @@ ONE, TWO, THREE = "1" * 16, "2" * 16, "3" * 16
 
 def offer(machine: str, probe_s: float, cores: int = 4, rtt_s: float = 0.0, bytes_per_s: float = 1e9) -> Offer:
     """Of a machine whose cores share the probe's work without a loss."""
-    return Offer("a" * 16, machine, cores, probe_s, probe_s / cores, 10**9, rtt_s, bytes_per_s)
+    return Offer("a" * 16, machine, cores, cores, probe_s, probe_s / cores, 10**9, rtt_s, bytes_per_s)
 
 
 def test_speeds_are_relative_to_the_host_s_and_the_slowest_link_stands_for_all() -> None:
@@ -49,6 +49,27 @@ def test_threads_speed_machines_up_as_far_as_they_do_so_for_the_model_on_the_hos
     offers = [offer(ONE, 0.1, cores=4), offer(TWO, 0.05, cores=16), offer(THREE, 0.1, cores=1)]
     found = [worker.speed for worker in cluster_of(offers, threads, speedup).workers]
     assert found == pytest.approx(speeds, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "count", "speed"),
+    [(16, 1, None, 1.0), (16, 16, 4, 1.0), (2, 1, None, 1.0), (1, 1, None, 0.5)],
+    ids=["a thread each", "few of many", "a core each", "half a core each"],
+)
+def test_processes_of_one_machine_are_slower_only_where_they_have_more_threads_than_cores(
+    cores: int, own: int, count: int | None, speed: float
+) -> None:
+    two = Offer("a" * 16, TWO, cores, own, 0.1, 0.1 / own, 10**9)
+    alone = Offer("a" * 16, ONE, 4, count or 1, 0.1, 0.1 / (count or 1), 10**9)
+    workers = cluster_of([alone, two, two], count, speedup=float(count or 1)).workers
+    assert [worker.speed for worker in workers] == [1.0, speed, speed]
+
+
+def test_processes_of_one_machine_with_other_threads_have_a_speed_each() -> None:
+    few, many = Offer("a" * 16, ONE, 32, 2, 0.1, 0.05, 10**9), Offer("a" * 16, ONE, 32, 32, 0.1, 0.1 / 32, 10**9)
+    workers = cluster_of([few, many], speedup=2.0).workers
+    assert [worker.threads for worker in workers] == [1, 16]
+    assert workers[1].speed > 4
 
 
 def test_what_threads_are_worth_is_the_probe_s_word_where_the_host_has_one() -> None:

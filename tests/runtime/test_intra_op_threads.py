@@ -124,6 +124,15 @@ def test_workers_of_one_process_compute_each_on_its_own_number(counts: tuple[int
     assert in_the_run == [str(counts[1])] * 40  # on two threads, each of which computes for either worker
 
 
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_an_evaluation_is_computed_with_as_many_as_the_first_worker_has(counts: tuple[int, int]) -> None:
+    seen = []
+    made = dataclasses.replace(job("attention"), evaluate=lambda model: seen.append(torch.get_num_threads()) or {})
+    plan = with_threads(roundelay.plan(made, workers=2, cuts="equal", micro_batches=2), counts)
+    roundelay.train(made, plan=plan, steps=3, check="off")
+    assert set(seen) == {counts[0]}
+
+
 def with_threads(plan: roundelay.Plan, counts: Sequence[int]) -> roundelay.Plan:
     """The plan with these numbers of threads of its workers."""
     workers = [dataclasses.replace(worker, threads=n) for worker, n in zip(plan.workers, counts, strict=True)]

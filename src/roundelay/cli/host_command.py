@@ -19,8 +19,8 @@ from roundelay.cli.gathering import REASONS, Gathering, Waiting
 from roundelay.cli.host_options import HostOptions, address_of, advertised_of
 from roundelay.cli.hosted_plan import Draft, drafted
 from roundelay.cli.options import RunOptions
-from roundelay.cli.plan_from_options import PlannedJob, PlanSource
-from roundelay.cli.screen import show_json, show_lost, stderr
+from roundelay.cli.plan_from_options import PlannedJob
+from roundelay.cli.screen import announce, show_json, show_lost, stderr
 from roundelay.cli.train_command import RUNS, Prepared, discarding, prepare, train_prepared
 from roundelay.errors import PeerLostError, RunError, UsageError, counted
 from roundelay.ir.num_bytes import bytes_text
@@ -38,11 +38,10 @@ from roundelay.peers.members import HOST_NAME, Members
 from roundelay.peers.messages import Versions
 from roundelay.peers.refusals import RefusalLog
 from roundelay.planner.plan_options import Choices
+from roundelay.planning.explain_plan import plan_notices
 from roundelay.planning.job_file import load_job
 from roundelay.session.assignment import ASSIGNMENT, READY, STATE, assignment_of, check_travels, optimizer_of, place_of
-from roundelay.session.offer import (
-    own_offer,
-)
+from roundelay.session.offer import own_offer
 from roundelay.session.stop_condition import Length
 from roundelay.transport import grpc_stream
 from roundelay.trust.authority import HOST, new_authority
@@ -76,7 +75,7 @@ def host_command(job_file: Path, choices: Choices, options: HostOptions, *, as_j
         check_vacant(run.out)
     job = load_job(job_file, run.seed)
     run = run.resolved(paths)
-    draft = drafted(job, choices, options.peers, run.seed, PlanSource(resume=run.resume), quiet=as_json)
+    draft = drafted(job, choices, options.peers, run.seed, run.resume, quiet=as_json)
     prepared = prepare(draft.planned, run, paths.of(RUNS), None, quiet=as_json)
     with discarding(prepared.folder), ExitStack() as stack:
         check_travels(prepared.session)
@@ -136,7 +135,10 @@ def _gathered(waiting: Waiting, draft: Draft, options: HostOptions) -> tuple[lis
         names, offers = gathering.gathered()
         planned = draft.for_machines(offers)
         if gathering.complete():
-            return names, planned
+            break
+    for line in plan_notices(planned.plan):
+        announce(f"{line}.", quiet=False)
+    return names, planned
 
 
 def _prepared_for(planned: PlannedJob, prepared: Prepared, run: RunOptions) -> Prepared:
@@ -146,11 +148,12 @@ def _prepared_for(planned: PlannedJob, prepared: Prepared, run: RunOptions) -> P
 
 
 def _say_planned(plan: Plan, names: Sequence[str]) -> None:
-    texts = [
-        f"{name} up to {stage.segments[-1]}, {bytes_text(stage.parameter_bytes)} of weights, "
-        f"{counted(plan.threads_of(number), 'thread')}"
-        for number, (name, stage) in enumerate(zip(names, plan.stages, strict=True))
-    ]
+    texts = []
+    for worker, name in enumerate(names):
+        own = [plan.stages[stage] for stage in plan.stages_of(worker)]
+        ends = " and ".join(f"up to {stage.segments[-1]}" for stage in own)
+        held = bytes_text(sum(stage.parameter_bytes for stage in own))
+        texts.append(f"{name} {ends}, {held} of weights, {counted(plan.workers[worker].threads, 'thread')}")
     stderr.print(f"Planned for these machines: {'; '.join(texts)}.", markup=False)
 
 

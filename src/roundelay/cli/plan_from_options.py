@@ -98,13 +98,13 @@ def plan_job(
     """
     if process_group is None and source == PlanSource():
         check_here(choices)  # again: the job may have registered the rule
-    deadline_s = _deadline_s(choices, source, leads=process_group is None or process_group.leads)
+    deadline_s = capture_deadline_s(choices, source, leads=process_group is None or process_group.leads)
     with doing("Capturing the model ...", quiet) as show_wait:
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
     if process_group is not None and not process_group.leads:
         return PlannedJob(job, captured, Plan.parse(process_group.fetch("plan")))
     model = captured.graph.fingerprint
-    resumed = None if source.resume is None or source.plan_file is not None else plan_of(source.resume, model)
+    resumed = None if source.resume is None or source.plan_file is not None else resumed_plan(source.resume, model)
     if process_group is not None:
         written = source.written()
         if written is None or written.layout == PIPELINE:
@@ -119,7 +119,7 @@ def plan_job(
             check_memory(Examined(job, captured, seed, ignore_wait), existing, choices.memory_limit)
         if existing.compile and process_group is None:
             _compile_apart(job, captured, existing, seed, quiet=quiet)
-    _show_plan(planned.plan)
+    show_plan(planned.plan)
     notices = (*planned.notices, *plan_notices(planned.plan))
     for line in notices:
         announce(f"{line}.", quiet and process_group is None and line not in planned.warnings)
@@ -169,7 +169,7 @@ def _compile_apart(job: Job, captured: Captured, plan: Plan, seed: int, *, quiet
         apart(lambda: compile_stages(job, lowered, plan, stages, seed), "compiling the stages")
 
 
-def _show_plan(plan: Plan) -> None:
+def show_plan(plan: Plan) -> None:
     """What ROUNDELAY_DEBUG shows of a plan: its text from level 1 on, its programs from level 3 on."""
     if env.level() >= 1:
         stderr.print(plan.text(["The plan (ROUNDELAY_DEBUG=1):"]), markup=False, soft_wrap=True)
@@ -210,7 +210,16 @@ def plan_of(resume: Path, model: str) -> Plan | None:
     return next((plan for plan in map(read_plan, plan_files(resume)) if plan.model == model), None)
 
 
-def _deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
+def resumed_plan(resume: Path, model: str) -> Plan | None:
+    """The plan of the run that is continued; says so if it was another model's, whose choices are not kept."""
+    found, files = plan_of(resume, model), plan_files(resume)
+    if found is None and files:
+        rule = read_plan(files[0]).rule
+        announce(f"The plan in {files[0].parent} is of another model: its choices are not kept (rule {rule}).", False)
+    return found
+
+
+def capture_deadline_s(choices: Choices, source: PlanSource, *, leads: bool) -> float:
     """Seconds that capture waits for the loader: the option's, or those of the plan that will be run.
 
     Under a launcher only the leader needs the plan file: its absence elsewhere is no error.

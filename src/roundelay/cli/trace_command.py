@@ -51,7 +51,11 @@ def verify_trace(job_file: Path, choices: Choices, options: VerifyOptions, run: 
     origin = reference_start_of(session, ReferenceStart.of(planned.captured))
     with Progress(console=stderr, transient=True, disable=as_json) as bar:
         letters = bar.add_task("Replaying in one process", total=sum(len(trace.letters) for trace in traces))
-        with deterministic(plan.deterministic, threads=plan.threads), on_threads(plan.threads), user_code("the replay"):
+        with (
+            deterministic(plan.deterministic, threads=plan.threads),
+            on_threads(plan.leader_threads),
+            user_code("the replay"),
+        ):
             found = replayed_trace(session, origin, traces, options.window, lambda: bar.advance(letters))
     difference = told(found)
     if not found.digests and not difference:

@@ -336,6 +336,6 @@ def _evaluate(session: Session, start: Checkpoint, notify: Observer) -> None:
     """Evaluate a checkpoint's weights; it was written before that, and an interruption came in between."""
     if session.job.evaluate is not None:
         at = start.position
-        with on_threads(session.plan.threads), holding_averages(session.captured, start.optimizer):
+        with on_threads(session.plan.leader_threads), holding_averages(session.captured, start.optimizer):
             epoch = at.epoch if at.batches_into_epoch else at.epoch - 1
             notify(evaluate(session.job, session.captured.model, at.updates, epoch)[0])

@@ -335,6 +335,11 @@ class Plan:
         """The most intra-op threads with which a worker computes on the CPU; 1 where none does."""
         return max((worker.threads for worker in self.workers if worker.device == "cpu"), default=1)
 
+    @property
+    def leader_threads(self) -> int:
+        """The intra-op threads of the first worker on the CPU, whose process leads: with them it does all else."""
+        return next((worker.threads for worker in self.workers if worker.device == "cpu"), 1)
+
     def text(self, comments: Sequence[str] = ()) -> str:
         """As TOML, with ``comments`` on top."""
         lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines() or [""]]

@@ -38,8 +38,8 @@ def inherited(plan: Plan, choices: Choices) -> Choices:
     same_size = same_size and all(given.get(name, size) == size for name, size in sizes.items())
     if rule == plan.rule and sizes:
         kept |= {name: getattr(plan, name) for name in _WITH_THE_RULE} | sizes
-        if given.get("backward", plan.backward) == plan.backward:
-            kept["recompute"] = plan.recompute
+    if rule == plan.rule and given.get("backward", plan.backward) == plan.backward:
+        kept["recompute"] = plan.recompute
     if given.get("precision", plan.precision) == plan.precision:
         kept["loss_scale"] = str(plan.loss_scale)
     if same_size and given.get("transport", plan.transport) == plan.transport:

@@ -95,7 +95,7 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> M
         PlanError: the plan has replicas, and the first batch cannot be dealt out to them.
     """
     source = Examined(job, captured, seed, ignore_wait)
-    with on_threads(plan.threads):
+    with on_threads(plan.leader_threads):
         return choose_micro_batches(
             rule_named(plan.rule),
             plan.micro_batches,

@@ -132,7 +132,7 @@ def check_before_training(session: Session, option: str | None, *, launched: boo
     """
     validate_check(option)
     job, plan, extent = session.job, session.plan, session.extent
-    with on_threads(plan.threads):
+    with on_threads(plan.leader_threads):
         check = choose_check(job, plan, option, resumed=extent.start_batch > 0, launched=launched)
         if check.which == OFF:
             return ""

@@ -187,7 +187,7 @@ def check_fidelity(job: Job, captured: Captured, plan: Plan, seed: int, length: 
     """
     if why := unchecked_reason(job, plan):
         return Fidelity(unchecked=why)
-    with on_threads(plan.threads):
+    with on_threads(plan.leader_threads):
         batches = batches_to_verify(job, seed, extent(job, length, None), plan.deadline_s)
         compare = partial(compare_with_plain, job, captured, plan, seed, batches, evaluates=True)
         fidelity, odd = _exactly(partial(compare, limit_s=plan.deadline_s), plan, lambda: None)
@@ -317,7 +317,7 @@ def _compare_with_reference(session: Session, origin: ReferenceStart, anew: bool
     _check_same_data(session)
     session.compile()  # already done, but in another process
     notes: list[Note] = []
-    with on_threads(session.plan.threads), user_code("the one-process reference"):
+    with on_threads(session.plan.leader_threads), user_code("the one-process reference"):
         replayed = replayed_run(session, origin, trained, notes) if session.reading.free else None
         reference = _reference(session, origin, anew, trained, notes) if replayed is None else replayed.result
     if session.start is not None and anew:

@@ -151,7 +151,7 @@ class Checkpointer:
         return last
 
     def _start_threads(self) -> None:
-        threads = self._session.plan.threads  # the numbers of `evaluate` may depend on how many compute them
+        threads = self._session.plan.leader_threads  # the numbers of `evaluate` may depend on how many compute them
         self._writing, self._evaluating = Background(1), Background(threads)
 
     def finish(self) -> Snapshot:

@@ -13,7 +13,7 @@ import torch
 from msgspec import Meta
 from msgspec.structs import replace
 
-from roundelay.cores import all_threads, core_quota
+from roundelay.cores import all_threads, core_quota, usable_cores
 from roundelay.errors import UsageError
 from roundelay.lower.validate_plan import MOST_THREADS
 from roundelay.observe.arithmetic import arithmetic
@@ -44,6 +44,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         arithmetic: as of :func:`roundelay.observe.arithmetic.arithmetic`.
         machine: a digest by which several processes of one machine, under one quota of its cores, know that they are.
+        cores: on which its processes may compute.
         threads: intra-op ones of plain PyTorch in one process.
         probe_s: seconds of a fixed piece of work with one thread.
         probe_all_s: with all of them.
@@ -55,6 +56,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     arithmetic: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     machine: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    cores: Annotated[int, Meta(ge=1, le=1 << 16)]
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)]
     probe_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
     probe_all_s: Annotated[float, Meta(gt=0.0, lt=1e4)]
@@ -101,7 +103,7 @@ def own_offer(
     """
     threads = all_threads(torch.get_num_threads)
     seconds = probe_s(1), probe_s(threads)
-    return Offer(arithmetic(), _machine(), threads, *seconds, memory_bytes, rtt_s, bytes_per_s, address)
+    return Offer(arithmetic(), _machine(), usable_cores(), threads, *seconds, memory_bytes, rtt_s, bytes_per_s, address)
 
 
 def refusal(own: Offer, other: Offer) -> str:
@@ -126,15 +128,15 @@ def cluster_of(offers: Sequence[Offer], threads: int | None = None, speedup: flo
         threads: of each worker; None: all that its machine has for it.
         speedup: how many times as fast the host computes the model with all its threads as with one.
     """
-    sharing, best = Counter([one.machine for one in offers]), dict[str, Offer]()
-    for one in offers:
-        known = best.get(one.machine, one)
-        shortest = min(one.probe_s, known.probe_s), min(one.probe_all_s, known.probe_all_s)
-        best[one.machine] = replace(one, probe_s=shortest[0], probe_all_s=shortest[1])
+    sharing = Counter([one.machine for one in offers])
     counts = [threads or max(1, one.threads // sharing[one.machine]) for one in offers]
-    share = _shared_out(speedup, _gain(best[offers[0].machine]))
+    used = Counter[str]()
+    for one, count in zip(offers, counts, strict=True):
+        used[one.machine] += count
+    best = {name: _best([one for one in offers if one.machine == name]) for name in sharing}
+    share = _shared_out(speedup, _gain(offers[0]))
     times = [
-        _seconds(best[one.machine], count, share) * max(1.0, sharing[one.machine] / one.threads)
+        _seconds(best[one.machine], count * min(1.0, one.cores / used[one.machine]), share)
         for one, count in zip(offers, counts, strict=True)
     ]
     workers = tuple(
@@ -155,6 +157,13 @@ def cluster_of(offers: Sequence[Offer], threads: int | None = None, speedup: flo
     return Cluster(workers=workers, links=ClusterLinks(within=slowest, between=slowest), ordered=True)
 
 
+def _best(offers: Sequence[Offer]) -> Offer:
+    """What the processes of one machine have found of it: the one with most threads, with the shortest times."""
+    most = max(offers, key=lambda one: one.threads)
+    alike = [one.probe_all_s for one in offers if one.threads == most.threads]
+    return replace(most, probe_s=min(one.probe_s for one in offers), probe_all_s=min(alike))
+
+
 def _gain(one: Offer) -> float:
     """How many times as fast a machine works at the probe with all its threads as with one."""
     return max(1.0, one.probe_s / one.probe_all_s)
@@ -165,10 +174,10 @@ def _shared_out(speedup: float, gain: float) -> float:
     return 1.0 if gain < TOLD else min(1.0, max(0.0, (1 - 1 / speedup) / (1 - 1 / gain)))
 
 
-def _seconds(one: Offer, count: int, share: float) -> float:
-    """Seconds of a model, of which the probe on one thread is the unit, with so many of a machine's threads."""
-    used = (min(count, one.threads) - 1) / max(1, one.threads - 1)
-    return one.probe_s * (1 - share + share / (1 + (_gain(one) - 1) * used))
+def _seconds(one: Offer, cores: float, share: float) -> float:
+    """Seconds of a model, of which the probe on one thread is the unit, on so many of a machine's cores."""
+    part = (min(cores, one.threads) - 1) / max(1, one.threads - 1)
+    return one.probe_s / cores if cores < 1 else one.probe_s * (1 - share + share / (1 + (_gain(one) - 1) * part))
 
 
 def _machine() -> str:
