@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,21 @@ BLOCKS = 5
 def wide() -> Job:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(BLOCKS)]
-    return mlp.make(model=nn.Sequential(nn.Linear(6, 1024), *blocks, nn.Linear(1024, 3)))
+    model = nn.Sequential(nn.Linear(6, 1024), *blocks, nn.Linear(1024, 3))
+    return mlp.make(model=model, batches=batches, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
 
 
-def plan_for(speeds: tuple[float, ...], source: Path | None, **choices: object) -> Plan:
+def batches(epoch: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Large enough that times are of products."""
+    yield from ({name: rows.repeat_interleave(16, 0) for name, rows in one.items()} for one in mlp.batches(epoch))
+
+
+def plan_for(
+    speeds: tuple[float, ...], source: Path | None, memory: tuple[int, ...] = (10**9, 10**9, 10**9), **choices: object
+) -> Plan:
     """The plan for machines so many times as fast as one that needs 0.1 s for the probe."""
-    offers = [Offer("a" * 16, f"{k}" * 16, 1, 1, 0.1 / speed, 0.1 / speed, 10**9) for k, speed in enumerate(speeds)]
+    pairs = enumerate(zip(speeds, memory, strict=False))
+    offers = [Offer("a" * 16, f"{k}" * 16, 1, 1, 0.1 / speed, 0.1 / speed, held) for k, (speed, held) in pairs]
     draft = drafted(wide(), Choices(**choices), len(speeds), 0, source, quiet=True)  # type: ignore[arg-type]
     return draft.for_machines(offers).plan
 
@@ -75,7 +85,7 @@ def test_a_run_of_any_form_keeps_its_rule_and_goes_on_with_a_stage_on_each_machi
 def test_what_the_run_before_it_had_cut_does_not_count_against_a_limit(tmp_path: Path) -> None:
     first = plan_for((1.0, 0.1), None, rule="pipedream")
     (tmp_path / "plan.toml").write_text(first.text())
-    again = plan_for((1.0, 1.0), tmp_path, memory_limit="50MiB")
+    again = plan_for((1.0, 1.0), tmp_path, memory_limit="30MiB")
     assert sizes(again)[0] < sizes(first)[0]
 
 
@@ -90,6 +100,13 @@ def test_cuts_that_are_as_good_are_kept_so_that_what_is_in_flight_goes_on(tmp_pa
     (tmp_path / "plan.toml").write_text(first.text())
     assert plan_for((1.0, 1.0), tmp_path).stages[0].segments[-1] == other
     assert plan_for((1.0, 0.1), tmp_path).stages[0].segments[-1] != other
+
+
+def test_cuts_that_a_machine_has_not_the_memory_for_are_not_kept(tmp_path: Path) -> None:
+    first = plan_for((1.0, 1.0), None, rule="pipedream", memory=(10**9, 10**9), cuts="tanh_2")
+    (tmp_path / "plan.toml").write_text(first.text())
+    assert sizes(plan_for((1.0, 0.6), tmp_path))[0] == sizes(first)[0]
+    assert sizes(plan_for((1.0, 0.6), tmp_path, memory=(33 * 2**20, 10**9)))[0] < sizes(first)[0]
 
 
 def test_another_model_is_another_run_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

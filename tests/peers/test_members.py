@@ -39,7 +39,7 @@ class Serving:
     def cut(self, member: str) -> None:
         """End a member's connection."""
         listener = self.members._gate.listener
-        for task, visit in listener._tasks.items():
+        for task, visit in listener._tasks.copy().items():
             if visit.stays and cast(partial[None], visit.ended).args == (member,):
                 self.members._loop.soon(task.cancel)
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from roundelay.errors import PlanError
 from roundelay.ir.graph import Graph, Profile
 from roundelay.ir.plan import Plan
+from roundelay.ir.rule import rule_named
 from roundelay.lower.dataflow import sample_micro_batches
 from roundelay.lower.reading import read
 from roundelay.planner import cut_reasons
@@ -159,25 +160,50 @@ def _fastest(
 def held_by_stage(source: Source, draft: Plan, costs: StageCosts, num_stages: int) -> StagePrice:
     """Bytes that a stage's holder has of it: weights, gradients, optimizer states, tapes in flight, messages.
 
-    A weight is the first stage's that reads it. Of a rule that holds several versions one is counted.
+    A weight is the first stage's that reads it. Versions of weights are counted to within one.
     """
     graph, schedule, size = source.graph, read(draft).schedule, draft.micro_batches
     kept = kept_bytes(graph, source.storages(draft), shared=False, again=costs.parameters.again)
     first = {name: i for i, op in reversed([*enumerate(graph.ops)]) for name in op.parameters}
     states = source.state_bytes or {}
-    owned = [0] * (len(graph.ops) + 2)
+    owned, weights = [0] * (len(graph.ops) + 2), [0] * (len(graph.ops) + 2)
     for name, i in first.items():
+        weights[i + 1] += graph.parameters[name].num_bytes
         owned[i + 1] += 2 * graph.parameters[name].num_bytes + states.get(name, 0)
-    up_to = [*accumulate(owned)]
+    up_to, weights_up_to = [*accumulate(owned)], [*accumulate(weights)]
     tapes = [schedule.body((k,), num_stages, size).peak(schedule.window, size, "F", "B") for k in range(num_stages)]
     if schedule.free:  # and one more, but on the last stage
         tapes = [*range(num_stages + 1, 2, -1), 1]
 
+    older = [older_versions(draft, stage, num_stages, tapes[stage]) for stage in range(num_stages)]
+
     def held(stage: int, start: int, stop: int) -> int:
+        again = older[stage] * (weights_up_to[stop] - weights_up_to[start])
         messages = (costs.bytes_in(start, stop) + costs.bytes_out(start, stop)) // costs.sample_micro_batches
-        return up_to[stop] - up_to[start] + tapes[stage] * kept.of_stage(start, stop) + messages
+        return up_to[stop] - up_to[start] + again + tapes[stage] * kept.of_stage(start, stop) + messages
 
     return held
+
+
+def older_versions(draft: Plan, stage: int, num_stages: int, in_flight: int) -> int:
+    """Versions of a stage's weights beside the newest: those that forwards in flight have read, and a predicted one.
+
+    Args:
+        draft: whose rule it is.
+        stage: its number.
+        num_stages: D.
+        in_flight: forwards of the stage without their backward at one time.
+    """
+    rule, schedule = rule_named(draft.rule), read(draft).schedule
+    if schedule.window == "batch" and not schedule.free:
+        return 0
+    predicted = int(rule.predicts and (stage < num_stages - 1 or rule.target != "backward"))
+    if rule.versions == "table":
+        return 1
+    if rule.backward_reads(draft.backward) != "forward":
+        return predicted
+    ahead = num_stages - 1 if rule.versions == "entry" else in_flight - 1
+    return -(-ahead // draft.micro_batches) + predicted
 
 
 def _fewest_bytes(source: Source, draft: Plan, costs: StageCosts, num_stages: int, how: str) -> Cut:
