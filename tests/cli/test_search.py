@@ -105,7 +105,7 @@ def test_what_was_found_before_ctrl_c_is_written(
     assert sum(line.startswith("Searching") for line in told) == 1
     written = batch_s(Plan.parse((tmp_path / "plan.toml").read_text()))
     top = here(capsys, *TWO, "--finals", 0, "--json").json["top"]
-    assert written <= 1.2 * top[0]["predicted_s"]  # some of the facts are measured anew
+    assert written <= 1.5 * top[0]["predicted_s"]  # some of the facts are measured anew, on a machine that may be busy
 
 
 def test_of_finals_that_are_as_fast_the_one_predicted_to_be_is_taken() -> None:
