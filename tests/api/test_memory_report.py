@@ -18,6 +18,7 @@ from roundelay.planning.planning import capture, fitted
 from roundelay.planning.planning import plan as make_plan
 from roundelay.session.training import Length, Session
 from tests.api.jobs import make
+from tests.cli.jobs import mlp
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9))
 
@@ -83,3 +84,24 @@ def test_an_optimizer_that_must_see_values_is_not_predicted() -> None:
     plan = make_plan(job, captured=captured, workers=1)
     assert optimizer_bytes(job, captured, fitted(captured, plan), plan) is None
     assert isinstance(captured.model, nn.Module)
+
+
+class Fixed(nn.Module):
+    """A product with a matrix that is not trained: it takes time, and no memory for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix
+
+
+def test_cuts_are_chosen_among_those_that_a_limit_allows() -> None:
+    model = nn.Sequential(nn.Linear(6, 512), *[Fixed()] * 24, *[nn.Linear(512, 512) for _ in range(4)])
+    job = mlp.make(model=nn.Sequential(model, nn.Linear(512, 3)), optimizer=partial(torch.optim.SGD, lr=0.1))
+    planned = partial(make_plan, job, workers=2, rule="1f1b", micro_batches=1)
+    last = [planned(memory_limit=limit).stages[1].parameter_bytes for limit in (None, "7MiB")]
+    assert last[0] > 4 * 512 * 512 * 4 > last[1]
+    with pytest.raises(PlanError, match="by --memory-limit"):
+        planned(memory_limit="4MiB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from msgspec import structs
 
 from roundelay.api import capture
 from roundelay.cli.host_options import RULE
@@ -18,10 +16,8 @@ from roundelay.cli.plan_from_options import PlannedJob, PlanSource, capture_dead
 from roundelay.cli.screen import announce, doing
 from roundelay.cores import all_threads, usable_cores
 from roundelay.errors import CaptureError, PlanError, UsageError
-from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan
 from roundelay.job import Job
-from roundelay.planner.cluster import Cluster, ClusterWorker
 from roundelay.planner.inherited_choices import inherited
 from roundelay.planner.model_facts import ModelFacts
 from roundelay.planner.plan_options import Choices, CutRequest
@@ -81,9 +77,7 @@ class Draft:
         Raises:
             PlanError: none fits.
         """
-        limit = _limit_of(self.asked)
-        within = [structs.replace(one, memory_bytes=int(min(one.memory_bytes, limit))) for one in offers]
-        cluster = cluster_of(within, self.asked.threads, self.facts.speedup)
+        cluster = cluster_of(offers, self.asked.threads, self.facts.speedup)
         own = cluster.workers[0].threads or 1
         machine, asked = Hardware(usable_cores(), own, 0, cluster), replace(self.asked, threads=own)
         best = self._priced(asked, machine)
@@ -124,10 +118,8 @@ def drafted(job: Job, choices: Choices, peers: int, seed: int, resume: Path | No
         captured = capture(job, seed=seed, deadline_s=deadline_s, tell=show_wait)
     before = None if resume is None else resumed_plan(resume, captured.graph.fingerprint)
     asked, cuts = continued(replace(choices, workers=peers), before)
-    alike = tuple([ClusterWorker(f"w{k}", k, 1.0, _limit_of(asked)) for k in range(peers)])
-    limited = replace(asked, cluster=Cluster(workers=alike, ordered=True)) if asked.memory_limit else asked
     with doing("Planning and measuring the stages ...", quiet) as show_wait:
-        planned = plan_with_reasons(job, limited, captured=captured, seed=seed, tell=show_wait)
+        planned = plan_with_reasons(job, asked, captured=captured, seed=seed, tell=show_wait)
     if planned.plan.num_workers != peers:
         raise UsageError(
             "--peers",
@@ -161,11 +153,6 @@ def continued(choices: Choices, before: Plan | None) -> tuple[Choices, CutReques
     if choices.rule in (None, before.rule):
         kept = replace(kept, micro_batches=before.batch_parts)
     return each.over(replace(kept, **dict.fromkeys(_OTHERWISE))), cuts
-
-
-def _limit_of(asked: Choices) -> float:
-    """Bytes that each machine may hold at most."""
-    return math.inf if asked.memory_limit is None else parse_bytes(asked.memory_limit, "--memory-limit")
 
 
 def _examined(planned: PlannedJob, seed: int) -> Examined:

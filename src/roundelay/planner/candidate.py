@@ -30,7 +30,7 @@ from roundelay.planner.given_layout import has_size, in_layout, owners_of
 from roundelay.planner.holder_choices import parts_of, replicas_of, signatures_of, zero_of
 from roundelay.planner.mesh_signatures import ModelOnMesh, residences_of, tensor_parallel, without_residences
 from roundelay.planner.partition_dp import slots
-from roundelay.planner.placement import placed, seats_of
+from roundelay.planner.placement import limited_cluster, placed, seats_of
 from roundelay.planner.plan_exchanges import plan_exchanges
 from roundelay.planner.plan_options import Choices
 from roundelay.planner.source import Hardware, Source
@@ -206,7 +206,8 @@ def candidate(source: Source, asked: Asked, draft_of: Draft) -> Candidate:
     choices, draft, owners = asked.choices, draft_of.plan, draft_of.owners
     source = source.lowered(draft)
     cluster = asked.machine.cluster
-    seats = None if cluster is None else seats_of(cluster, draft, owners)
+    limited = limited_cluster(cluster, draft, choices.memory_limit)
+    seats = None if limited is None else seats_of(limited, draft, owners)
     chosen = asked.cut or cut(source, draft, str(choices.cuts), len(owners), seats)
     names = [[draft.workers[worker].name for worker in own] for own in owners]
     if cluster is not None:

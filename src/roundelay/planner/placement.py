@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundelay.errors import PlanError
+from roundelay.ir.num_bytes import parse_bytes
 from roundelay.ir.plan import Plan, WorkerPlan
 from roundelay.planner.cluster import Cluster, ClusterWorker
 from roundelay.planner.partition_dp import Holders, Seats
@@ -13,6 +14,16 @@ from roundelay.schedules import PIPELINE
 
 Owners = Sequence[Sequence[int]]
 """For each stage, the numbers of the workers that hold it."""
+
+
+def limited_cluster(cluster: Cluster | None, draft: Plan, limit: str | int | None) -> Cluster | None:
+    """The workers with what they may hold at most; None where nothing is limited, and all are alike."""
+    if limit is None:
+        return cluster
+    most = parse_bytes(limit, "--memory-limit")
+    alike = tuple([ClusterWorker(own.name, number, 1.0) for number, own in enumerate(draft.workers)])
+    known = Cluster(workers=alike) if cluster is None else cluster
+    return replace(known, workers=tuple([replace(own, memory=min(own.memory, most)) for own in known.workers]))
 
 
 def seats_of(cluster: Cluster, draft: Plan, owners: Owners) -> Seats | None:
