@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from roundelay.errors import PlanError
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.examined import Examined
-from roundelay.planning.memory_limit import predicted_memory
+from roundelay.planning.memory_limit import first_allowed, predicted_memory, within_limit
 from roundelay.planning.memory_report import optimizer_bytes
 from roundelay.planning.planning import capture, fitted
 from roundelay.planning.planning import plan as make_plan
@@ -105,3 +106,38 @@ def test_cuts_are_chosen_among_those_that_a_limit_allows() -> None:
     assert last[0] > 4 * 512 * 512 * 4 > last[1]
     with pytest.raises(PlanError, match="by --memory-limit"):
         planned(memory_limit="4MiB")
+
+
+@pytest.mark.parametrize("more", [{}, {"data_parallel": 2}, {"recompute": "all"}, {"rule": "pipedream"}], ids=str)
+def test_a_plan_is_not_refused_where_another_cut_is_allowed(more: Any) -> None:
+    """The estimate by which cuts are chosen is none of what is held; the limit is."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), *[nn.Linear(16, 16) for _ in range(3)], nn.Linear(16, 3))
+    planned = partial(make_plan, mlp.make(model=model), workers=2, **{"rule": "1f1b", **more})
+    source = Examined(mlp.make(model=model), capture(mlp.make(model=model)), 0, lambda *_: None)
+    names = ("linear", "tanh", "linear_1", "linear_2", "linear_3")
+
+    def held(plan: Any) -> int:
+        found = predicted_memory(source, plan)
+        assert found is not None
+        return max(one.total for one in found)
+
+    least = min(held(planned(cuts=name)) for name in names)
+    assert held(planned(memory_limit=least)) == least
+
+
+def test_the_fastest_cuts_are_tried_first_and_each_once() -> None:
+    assert [one.memory_limit for one in within_limit(Choices(memory_limit=100))] == [None, 100, 114, 85, 70]
+    assert [one.cuts for one in within_limit(Choices(memory_limit=100, cuts="linear"))] == ["linear"]
+    made: list[str] = []
+
+    def make(what: str) -> str:
+        made.append(what)
+        if what != "third":
+            raise PlanError(what, got="too much", expected="less", remedy="None.")
+        return what
+
+    tries = [(what, partial(make, what)) for what in ("first", "second", "first", "third", "fourth")]
+    assert first_allowed(tries) == "third"
+    assert made == ["first", "second", "third"]
+    with pytest.raises(PlanError, match="second"):
+        first_allowed(tries[:3])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -28,7 +29,7 @@ from roundelay.planning.check_here import check_here
 from roundelay.planning.collect_facts import collect_facts
 from roundelay.planning.examined import Examined
 from roundelay.planning.explain_plan import plan_notices
-from roundelay.planning.memory_limit import check_memory
+from roundelay.planning.memory_limit import check_memory, first_allowed, within_limit
 from roundelay.planning.planning import plan_with_reasons
 from roundelay.runtime.loading.prefetch import ignore_wait
 from roundelay.schedules import PIPELINE
@@ -92,9 +93,18 @@ class Draft:
         return replace(self.planned, plan=best.plan, notices=notices)
 
     def _priced(self, asked: Choices, machine: Hardware) -> Priced:
-        found = priced(self.facts.measured_with(machine.threads), asked, machine)
-        check_memory(_examined(self.planned, self.seed), found.plan, asked.memory_limit)
-        return found
+        facts, source = self.facts.measured_with(machine.threads), _examined(self.planned, self.seed)
+
+        def made() -> Iterator[tuple[Hashable, Callable[[], Priced]]]:
+            for choices in within_limit(asked):
+                found = priced(facts, choices, machine)
+                yield tuple([stage.segments for stage in found.plan.stages]), partial(allowed, found)
+
+        def allowed(found: Priced) -> Priced:
+            check_memory(source, found.plan, asked.memory_limit)
+            return found
+
+        return first_allowed(made())
 
 
 def drafted(job: Job, choices: Choices, peers: int, seed: int, resume: Path | None, *, quiet: bool) -> Draft:

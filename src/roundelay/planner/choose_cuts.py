@@ -169,7 +169,8 @@ def held_by_stage(source: Source, draft: Plan, costs: StageCosts, num_stages: in
     owned, weights = [0] * (len(graph.ops) + 2), [0] * (len(graph.ops) + 2)
     for name, i in first.items():
         weights[i + 1] += graph.parameters[name].num_bytes
-        owned[i + 1] += 2 * graph.parameters[name].num_bytes + states.get(name, 0)
+        copies = 2 + (draft.replicas > 1)  # gradients of another replica arrive beside one's own
+        owned[i + 1] += copies * graph.parameters[name].num_bytes + states.get(name, 0)
     up_to, weights_up_to = [*accumulate(owned)], [*accumulate(weights)]
     tapes = [schedule.body((k,), num_stages, size).peak(schedule.window, size, "F", "B") for k in range(num_stages)]
     if schedule.free:  # and one more, but on the last stage

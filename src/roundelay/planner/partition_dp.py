@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
-from typing import final
+from typing import Final, final
 
 from roundelay.errors import CaptureError
 from roundelay.ir.graph import Graph, Op
@@ -40,6 +40,9 @@ SLOWER = 0.1
 
 MOST_STATES = 512
 """Of so many ways to leave holders the order is searched; where there are more, the fastest come first."""
+
+MORE: Final = (1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 5.0)
+"""How many times as much memory is tried where nothing fits."""
 
 CROSSING = 1 << 60
 """Price of an edge between two nodes: more than that of any bytes."""
@@ -116,7 +119,7 @@ def best_cuts(costs: StageCosts, num_stages: int, seats: Seats | None = None) ->
     Args:
         costs: costs of all stages.
         num_stages: D.
-        seats: D or more; None: all alike. Where nothing fits their memory it is left out of account.
+        seats: D or more; None: all alike. Where nothing fits their memory, what lacks least of it is taken.
 
     Raises:
         CaptureError: there are fewer than D pieces.
@@ -240,10 +243,16 @@ def _cheapest(
     slowest: Seat = min([seats.kinds[i].speed for i in fixed.order]), (True, True)
     loose = costs.slowest_s(nearest_cuts(costs.boundaries, costs.work, num_stages), [slowest] * num_stages) * margin
     known = _Programme(costs, num_stages, fixed, loose).least(math.inf)[0] * margin
-    tries = product((seats, replace(seats, held=None)), (known, math.inf))
+    tries = product((seats, *_with_more_memory(seats), replace(seats, held=None)), (known, math.inf))
     found = ((one, one.least(math.inf)) for one in (_Programme(costs, num_stages, *each) for each in tries))
     programme, (slowest_s, *_) = next(pair for pair in found if pair[1][0] < math.inf)
     return programme.least(slowest_s * margin, price)[1:]
+
+
+def _with_more_memory(seats: Seats) -> Iterator[Seats]:
+    """The same with more and more memory, if it is limited: where nothing fits, what lacks least is best."""
+    for more in MORE if seats.held else ():
+        yield replace(seats, kinds=tuple([replace(kind, memory=more * kind.memory) for kind in seats.kinds]))
 
 
 _Value = tuple[float, float, int, int, _State]

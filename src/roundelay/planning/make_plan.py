@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from roundelay.planner.prove_plan import prove
 from roundelay.planning.compile_stages import compile_stages
 from roundelay.planning.default_workers import choose_faster
 from roundelay.planning.examined import Examined
-from roundelay.planning.memory_limit import check_memory
+from roundelay.planning.memory_limit import check_memory, first_allowed, within_limit
 from roundelay.planning.on_mesh import on_mesh
 from roundelay.planning.recompute_savings import describe_savings
 from roundelay.planning.stage_profiler import StageProfile, profile
@@ -106,9 +107,24 @@ def micro_batch_notice(job: Job, captured: Captured, plan: Plan, seed: int) -> M
 
 
 def measured_plan(request: PlanRequest, draft: Draft) -> Planned:
-    """Choose the cuts, and measure the stages."""
+    """Choose the cuts, and measure the stages: the fastest, or those that a limit of memory allows.
+
+    Raises:
+        PlanError: none is allowed, or found.
+    """
     check_devices_exist(draft.plan.devices)
-    made = candidate(request.source, request.asked, draft)
+    asked = request.asked
+
+    def made() -> Iterator[tuple[Hashable, Callable[[], Planned]]]:
+        for choices in within_limit(asked.choices):
+            found = candidate(request.source, replace(asked, choices=choices), draft)
+            yield tuple([stage.segments for stage in found.plan.stages]), partial(_measured, request, found)
+
+    return first_allowed(made())
+
+
+def _measured(request: PlanRequest, made: Candidate) -> Planned:
+    """Measure the stages, and check what workers will hold."""
     result, savings = _measure(request.source, made, requested=request.asked.choices.recompute is not None)
     cluster, limit = request.asked.machine.cluster, request.asked.choices.memory_limit
     result = with_capacities(over_links(result, cluster))

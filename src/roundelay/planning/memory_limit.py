@@ -7,6 +7,9 @@ Sect. 2.3, Fig. 2). Here all that workers will hold is known from the plan: see 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final, TypeVar
 
 from roundelay.errors import PlanError
 from roundelay.ir.num_bytes import bytes_text, parse_bytes
@@ -15,16 +18,55 @@ from roundelay.lower.partition import partition
 from roundelay.planner.cluster import Cluster
 from roundelay.planner.kept_bytes import again_in, made_again
 from roundelay.planner.memory_model import MemoryEstimate, estimate_memory, limits_of
+from roundelay.planner.plan_options import Choices
 from roundelay.planning.compile_stages import for_plan
 from roundelay.planning.examined import Examined
 from roundelay.planning.memory_report import optimizer_bytes
 from roundelay.schedules import PIPELINE
+
+_T = TypeVar("_T")
+
+SHARES: Final = (1.0, 1.15, 0.85, 0.7)
+"""Of a limit, for the estimate by which cuts are chosen."""
 
 _REMEDY = (
     "Give more --workers or --tensor-parallel, --zero 1 with replicas, --recompute all, more --micro-batches, or a "
     "rule that holds fewer versions."
 )
 _REMEDY_IN_LAYOUTS = "Give more --micro-batches, --recompute all, --cuts memory-time, or another --layout: mp or zero."
+
+
+def within_limit(choices: Choices) -> Iterator[Choices]:
+    """Choices for cuts to try in turn: the fastest, then the fastest that fit a limit, and some others around it.
+
+    What stages will hold is known exactly only when they are cut; until then it is an estimate.
+    """
+    limit = choices.memory_limit
+    if limit is None or choices.cuts is not None:
+        yield choices
+        return
+    most = parse_bytes(limit, "--memory-limit")
+    for share in (None, *SHARES):
+        yield replace(choices, memory_limit=None if share is None else int(share * most))
+
+
+def first_allowed(tries: Iterable[tuple[Hashable, Callable[[], _T]]]) -> _T:
+    """Make the first of some things that is not refused; those that are the same are made once.
+
+    Args:
+        tries: of each, what it is, and how to make it.
+
+    Raises:
+        PlanError: all are refused; that of the last.
+    """
+    refused: dict[Hashable, PlanError] = {}
+    for what, make in tries:
+        if what not in refused:
+            try:
+                return make()
+            except PlanError as error:
+                refused[what] = error
+    raise [*refused.values()][-1]
 
 
 def check_memory(source: Examined, plan: Plan, limit: str | int | None, cluster: Cluster | None = None) -> None:
