@@ -45,8 +45,8 @@ EACH: Final[dict[str, Any]] = {
 }
 """Choices of every hosted run, whatever the run that it continues had."""
 
-_OTHERWISE = ("stages", "zero", "hybrid", "signatures", "devices", "cuts", "threads", "compile")
-"""Choices of the run that is continued that are of its form or its machines."""
+_OF_ITS_FORM = ("stages", "zero", "hybrid", "signatures", "cuts", "threads")
+"""Choices that are not taken over from the run that is continued: they were made for its form, or for its machines."""
 
 KEPT = 1.05
 """How many times as long a batch may take by the cuts of the run that is continued: then they are kept, and with them
@@ -162,7 +162,7 @@ def continued(choices: Choices, before: Plan | None) -> tuple[Choices, CutReques
     cuts = kept.cuts
     if choices.rule in (None, before.rule):
         kept = replace(kept, micro_batches=before.batch_parts)
-    return each.over(replace(kept, **dict.fromkeys(_OTHERWISE))), cuts
+    return each.over(replace(kept, **dict.fromkeys(_OF_ITS_FORM))), cuts
 
 
 def _examined(planned: PlannedJob, seed: int) -> Examined:
